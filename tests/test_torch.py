@@ -797,7 +797,7 @@ def test_what_fakes_do_need_not_be_remembered():
         return torch.func.vmap(torch.func.jacfwd(lambda x: torch.tanh(x @ x)))(x)
 
     for _ in range(2):
-        with mode, fake_modes.remembering_nothing(mode):
+        with mode, fake_modes.without_fake_cache(mode):
             assert slopes(torch.ones(3, 2)).shape == (3, 2)
             what = "a step with forward mode in it cannot be recorded twice"
             assert not mode.cache_enabled, breaks(what)

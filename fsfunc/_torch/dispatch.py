@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -24,6 +24,25 @@ from torch.utils._python_dispatch import (
 )
 
 from fsfunc._torch.internals import storage_key
+
+if TYPE_CHECKING:
+    from torch._ops import OpOverload as _OpOverload
+    from torch._ops import OpOverloadPacket as _OpOverloadPacket
+
+OpOverload: TypeAlias = "_OpOverload[..., Any]"
+"""An operator with its overload, such as ``aten.add.Tensor``: what modes are given."""
+
+OpOverloadPacket: TypeAlias = "_OpOverloadPacket[..., Any]"
+"""An operator with all its overloads, such as ``aten.add``."""
+
+TorchFunction: TypeAlias = Callable[..., Any]
+"""A function or method of torch's Python interface, as function modes are given it."""
+
+Args: TypeAlias = tuple[Any, ...]
+"""The positional arguments of an operator or function: tensors, lists, numbers."""
+
+Kwargs: TypeAlias = dict[str, Any]
+"""Its keyword arguments."""
 
 
 def active_modes() -> list[str]:

@@ -195,7 +195,7 @@ def device_of_fake(x: Tensor) -> torch.device:
     return CPU if x.device.type == "meta" else x.device
 
 
-def remembering_nothing(mode: FakeTensorMode) -> Any:
+def without_fake_cache(mode: FakeTensorMode) -> Any:
     """Inside, each operator on fakes is asked anew.
 
     The results that torch remembers share views, and forward mode cannot have those.

@@ -22,7 +22,7 @@ from fsfunc.comm.tracebacks import api_boundary
 from fsfunc.core.frames import Transformed
 from fsfunc.core.outcomes import GradientCall
 from fsfunc.sharded.leaf import Sharded, is_sharded
-from fsfunc.tracing.groups import plain
+from fsfunc.tracing.groups import recorded_tensor
 from fsfunc.tracing.programs import Origins, Program, Spec, Value
 from fsfunc.tracing.tracer import trace
 
@@ -339,7 +339,7 @@ class Cuts:
         split = any(isinstance(x, Sharded) and x.layout.splits for x in flat)
         key = loss, form, kinds, split, _casts()
         if key not in self.known:
-            args = tree.map(plain, call.args, is_leaf=is_sharded)
+            args = tree.map(recorded_tensor, call.args, is_leaf=is_sharded)
             fn, args = _first(call.fn, args, call.argnums)
             program = trace(fn, args, call.keywords)
             stages = self.stages

@@ -170,7 +170,7 @@ def _planned(
     _check_devices(args)
     now = replace(at, link=PlannedLink(at.rank, observer, log))
     with (
-        without_data(args, now, log=log, asked=asked, told=_TOLD) as mode,
+        without_data(args, now, log=log, asked_axes=asked, read_error=_TOLD) as mode,
         counting(observer),
     ):
         args = shadows(mode, args)

@@ -20,7 +20,12 @@ from fsfunc.core.frames import Interpretation, transformed
 from fsfunc.sharded.leaf import Sharded, is_sharded
 from fsfunc.state.layout_rules import LayoutRules, axes_of
 from fsfunc.tracing.recorder import Recorder
-from fsfunc.tracing.replicas import SPLIT, STAGES, Together, compare_batches
+from fsfunc.tracing.replicas import (
+    SPLIT_REASON,
+    STAGES_REASON,
+    SharedBatchAxes,
+    compare_batches,
+)
 from fsfunc.transforms.sharded_calls import Sharding
 
 _TITLE = "ranks lay out a state, and not all alike"
@@ -50,14 +55,14 @@ class RecordedProgram:
     def transforms(self) -> Sequence[Any]:
         return getattr(self.fn, "interpretations", ()) or self.handlers
 
-    def together(self) -> Together:
+    def together(self) -> SharedBatchAxes:
         """The axes whose ranks are given one batch, and why (see `compare_batches`)."""
         mesh, recorder = self.at.mesh, self.recorder
         means = {a for h in self.transforms for a in getattr(h, "axes", ())}
         apart = {*mesh.axes} - self.over - recorder.axes - means
         same = {axis for h in self.handlers for axis in h.same_batch}
-        each = [(same, STAGES), (self.over - means, SPLIT)]
-        if recorder.updates:
+        each = [(same, STAGES_REASON), (self.over - means, SPLIT_REASON)]
+        if recorder.returns_new_leaves:
             each.insert(1, (apart, ""))
         found = [(tuple(a for a in mesh.axes if a in axes), why) for axes, why in each]
         return [(axes, why) for axes, why in found if axes and mesh.axis_size(axes) > 1]
@@ -112,7 +117,7 @@ class Agreement:
             ("raised", "nothing"),  # a rank that has raised names its error here
             *((f"transform {i}", describe_value(h)) for i, h in transforms),
             *lines(),
-            *recorder.lines(),
+            *recorder.comparison_lines(),
         ]
         agree(where, unlike_steps(text), values())
         self.compared = True
@@ -125,7 +130,7 @@ class Agreement:
         for axes, because in together:
             compare_batches(rest, get_group(axes, at), because)
         for h in shardings:
-            h.first_calls.on_layout(at.rank, recorder.updates, together)
+            h.first_calls.on_layout(at.rank, recorder.returns_new_leaves, together)
         for h in handlers:
             h.ran(at)
 

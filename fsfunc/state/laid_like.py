@@ -37,7 +37,7 @@ from fsfunc.sharded.leaf import Sharded, is_sharded
 from fsfunc.sharded.plain_leaves import WHOLE, lay_leaf, placement_of
 from fsfunc.sharded.slices import take
 from fsfunc.state.unsharding import block_layout, elements_by_rank
-from fsfunc.tracing.groups import plain
+from fsfunc.tracing.groups import recorded_tensor
 from fsfunc.tree.types import Leaf, PyTree
 
 _Tree = TypeVar("_Tree")
@@ -124,7 +124,7 @@ def _back(
         either = lambda x: x is None or is_sharded(x)  # noqa: E731
         tree.check_same_structure(like, t, what=what, against="like", is_leaf=either)
         raise
-    values = [plain(x) for x in values]  # of a step that is recorded
+    values = [recorded_tensor(x) for x in values]  # of a step that is recorded
     chosen: dict[Any, list[int]] = {}
     blocks: dict[int, Layout] = {}
     for i, (x, old) in enumerate(zip(values, leaves, strict=True)):

@@ -91,21 +91,21 @@ class GroupLayout:
         # Ranks that share a record have leaves of the same shapes, and transforms of
         # the same settings, but for the mesh. Where a unit call belongs to one
         # coordinate, a rank's own tells which calls it has.
-        owners = {p.axis for t in recorder.taken for p in t.owner}
+        owners = {p.axis for t in recorder.unit_calls for p in t.owner}
         mine = tuple(n for a, n in coordinates.items() if a in owners)
         key = tuple(self.at.mesh.axes.items()), mine
-        if key in recorder.planned:
-            return recorder.planned[key]
+        if key in recorder.derived:
+            return recorder.derived[key]
         groups, order = [], []
         if recorder.handlers:  # else no unit is called, and all stay whole
             least = 0 if sharding is None else sharding.min_bytes
-            groups = recorder.groups(least, sharding is not None)
+            groups = recorder.leaf_groups(least, sharding is not None)
             if sharding is not None:
-                units = ["/".join(t.path) for t in recorder.taken]
+                units = ["/".join(t.path) for t in recorder.unit_calls]
                 paths = {p for g in groups for p in g.paths}
                 sharding.options.check_names({*units, *paths})
-                order = recorder.order(groups, coordinates)
-        plan = recorder.planned[key] = _Plan(groups, order)
+                order = recorder.gather_order(groups, coordinates)
+        plan = recorder.derived[key] = _Plan(groups, order)
         return plan
 
     def _lay(self, placed: PlacedGroup, plan: _Plan) -> None:
@@ -168,7 +168,8 @@ class GroupLayout:
         apart = recorder.layouts[g.paths[0]].split_axes
         axes = sharding.options.axis_without(apart) if sharding.zero else ()
         sizes = [sharding.mesh.axes[a] for a in axes]
-        shapes, outer = [self.leaves[p].shape for p in g.paths], recorder.outer(g)
+        shapes = [self.leaves[p].shape for p in g.paths]
+        outer = recorder.outer_placements(g)
         names = [placed.paths.get(p, p) for p in g.paths]
         every = pack_flat(
             shapes, placed.dtype, names, axes, sizes, g.buffer, outer=outer
@@ -182,7 +183,7 @@ class GroupLayout:
     def _owned(self, placed: PlacedGroup) -> list[Sharded | Tensor]:
         """Tensors of no buffer, each on the coordinate that owns it."""
         laid: list[Sharded | Tensor] = []
-        group, outer = placed.group, self.recorder.outer(placed.group)
+        group, outer = placed.group, self.recorder.outer_placements(placed.group)
         for original, parts in zip(group.paths, outer, strict=True):
             if (path := placed.paths.get(original)) is None:
                 continue
@@ -213,7 +214,7 @@ def _groups_taken(
     Args:
         like: by path of a leaf, the path of the one whose layout it is to have.
     """
-    taken = {p for t in recorder.taken for p in t.leaves}
+    taken = {p for t in recorder.unit_calls for p in t.leaves}
     chosen = [g for g in groups if not (taken and taken.isdisjoint(g.paths))]
     found = []
     for g in chosen:

@@ -39,7 +39,7 @@ from fsfunc.state.leaf_sources import GivenLeaves, Shapes
 from fsfunc.state.train_state import Applied, noting_applied
 from fsfunc.tracing.recorder import Recorder
 from fsfunc.tracing.recorder import record as _record
-from fsfunc.tracing.replicas import SPLIT, compare_batches
+from fsfunc.tracing.replicas import SPLIT_REASON, compare_batches
 from fsfunc.tracing.rules import Unsteady
 from fsfunc.tracing.steadiness import Steadiness
 from fsfunc.tracing.type_check import check
@@ -199,7 +199,7 @@ def lay_out(asked: LayoutRequest, agreement: Agreement) -> Any:
         at = here()
         if where := compared(at, over):
             agree(where, unlike_steps(said()), values())
-            compare_batches(rest, where, SPLIT)
+            compare_batches(rest, where, SPLIT_REASON)
         for path, parts in splits.items():
             layout = Layout(tuple(found[path].shape), found[path].dtype, parts, path)
             found[path] = block_of(found[path], layout, source)
@@ -228,7 +228,8 @@ def lay_out(asked: LayoutRequest, agreement: Agreement) -> Any:
     laid = GroupLayout(found, recorder, sharding, source, stores, at)
     laid.lay(applied, asked.like or {})
     _check_taken(splits, found)
-    steps = (asked.begins or recorder.steps) and recorder.calls_at  # by gradients
+    # It trains by gradients.
+    steps = (asked.begins or recorder.returns_state) and recorder.gradient_lines
     if sharding is not None and steps:
         _warn_of_whole(sharding, found.values(), at)
     placed = tree.unflatten(treedef, map(source.own, found.values()))
@@ -240,7 +241,7 @@ def lay_out(asked: LayoutRequest, agreement: Agreement) -> Any:
         if recorder.handlers and _is_plain(sharding, recorder, args, split):
             # Right by its record alone, on batches of any shape.
             sharding.first_calls.mark_checked(
-                at.rank, [key[0] for key in recorder.calls]
+                at.rank, [key[0] for key in recorder.call_keys]
             )
             sharding.first_calls.note(
                 recorder.rank_local_paths, False, recorder.drawing
@@ -328,7 +329,7 @@ def _is_plain(sharding: Sharding, recorder: Recorder, args: Any, split: bool) ->
     Not where leaves are ``split`` over other axes too, whose ranks draw alike, nor
     where units send along others.
     """
-    plain = recorder.plain and not (find_rank_local(args) is not None or split)
+    plain = recorder.needs_no_check and not (find_rank_local(args) is not None or split)
     return plain and recorder.axes <= {*sharding.axes}
 
 
@@ -354,9 +355,9 @@ def _check_types(
         raise
     except Exception:
         return
-    recorder.steadiness.checked(seen.said)
-    sharding.first_calls.mark_checked(at.rank, seen.calls)
-    noted = seen.rank_local_paths, seen.draws, seen.drawing, seen.numbers
+    recorder.steadiness.compare_with_check(seen.numbers_given)
+    sharding.first_calls.mark_checked(at.rank, seen.call_keys)
+    noted = seen.rank_local_paths, seen.draws, seen.drawing, seen.combines_numbers
     sharding.first_calls.note(*noted)
 
 
@@ -394,7 +395,7 @@ def _recorded(
             first, _, its = notes[key]
             one = not (found.axes or first.axes or opaque(shapes))
             one = one and same_functions(calls, its)
-            found.steadiness.as_on_rank(first.steadiness, one)
+            found.steadiness.compare_with_rank(first.steadiness, one)
         if set(found.handlers) != set(mine) or last:
             return found, applied
         found = replace(found, handlers=mine)

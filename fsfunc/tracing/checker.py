@@ -1,15 +1,16 @@
 """The type check of a step: types for units, collectives and gradients.
 
-A :class:`Checker` knows the types of values (`Operators`), and has hooks for what is no
-operator of torch. Inside a unit's body every value is the rank's own.
+One run of the check (`type_check`) has one :class:`Checker`. It types what operators
+make, as `TypedOperators`, and has hooks for what is no operator of torch: as a
+`Watcher` it is called by collectives, as the frame's `Tracer` by units, sharded
+functions and gradient calls. Inside a unit's body every value is the rank's own.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import replace
-from typing import Any
 
 from torch import Tensor
 
@@ -29,24 +30,31 @@ from fsfunc.optim.schedules import ask_schedules_and_masks
 from fsfunc.sharded.leaf import Sharded, is_sharded
 from fsfunc.sharded.placements import Own
 from fsfunc.sharded.plain_leaves import placement_of
-from fsfunc.tracing.knowledge import Seen, memory
-from fsfunc.tracing.operators import shown
-from fsfunc.tracing.provenance import Gradient, joined
-from fsfunc.tracing.results import pairs, placed, pulled_with, together
-from fsfunc.tracing.rules import refusal, refused
+from fsfunc.tracing.knowledge import TensorFacts, memory_key
+from fsfunc.tracing.operators import partial_view
+from fsfunc.tracing.provenance import Gradient, join
+from fsfunc.tracing.results import (
+    combine,
+    gradient_pairs,
+    placed_facts,
+    rows_of_derivative,
+)
+from fsfunc.tracing.rules import operand_error, rule_error
 from fsfunc.tracing.runs import returned_state
-from fsfunc.tracing.steadiness import NumbersGiven, StandIns, asked_numbers
+from fsfunc.tracing.steadiness import NumbersGiven, StandIns, observe_numbers
 from fsfunc.tracing.torch_calls import check_tracked
-from fsfunc.tracing.typed_operators import Operators
-from fsfunc.tracing.types import PARTS, Kind, agrees, misused, moved_to
+from fsfunc.tracing.typed_operators import TypedOperators
+from fsfunc.tracing.types import PARTS, Kind, is_equal_on_ranks, misuse_case, moved_kind
 
 
-class Checker(Tracer, Watcher, Operators):
+class Checker(Tracer, Watcher, TypedOperators):
     """Types the values of a step, and raises where one has none.
 
-    ``calls``: signatures of calls of sharded functions; ``said``: numbers that torch's
-    functions were given; ``rank_local_paths``: those of the returned state that are
-    per rank.
+    Attributes:
+        call_keys: the signatures of the calls of sharded functions.
+        numbers_given: the numbers that torch's functions were given.
+        rank_local_paths: the paths of the returned state at which each rank has its own
+            value.
     """
 
     def __init__(
@@ -56,158 +64,207 @@ class Checker(Tracer, Watcher, Operators):
         stand_ins: StandIns,
         varying: Iterable[int] = (),
     ):
-        Operators.__init__(self, axes, alone, stand_ins, varying)
-        self.calls: list[Any] = []
-        self.said: list[NumbersGiven] = []
+        TypedOperators.__init__(self, axes, alone, stand_ins, varying)
+        self.call_keys: list[tuple[Hashable, ...]] = []
+        self.numbers_given: list[NumbersGiven] = []
         self.rank_local_paths: set[str] = set()
-        self._gathered: tuple[str, list[Sharded]] = "", []  # for the unit that comes
-        self._whole: set[int] = set()  # memory of leaves that are one value
-        self._parameters: set[int] = set()  # plain leaves that were differentiated
-        self._cast: set[int] = set()  # memory of what the user's pcast takes
-        # Of Functions around collectives: the numbers that their nodes may have.
-        self._functions: list[range] = []
-        self._answered: set[int] = set()  # numbers of nodes whose backward sends
+        # (unit, leaves) that were gathered for the unit whose body runs next.
+        self._gathered: tuple[str, list[Sharded]] = "", []
+        # Memory of plain leaves that are one value.
+        self._replicated_memory: set[int] = set()
+        self._parameter_memory: set[int] = set()  # memory of what was differentiated
+        self._cast_memory: set[int] = set()  # memory of what the user's pcast takes
+        # For each collective in the forward of a user's autograd.Function: the sequence
+        # numbers that the Function's node may have.
+        self._function_nodes: list[range] = []
+        self._sending_nodes: set[int] = set()  # numbers of nodes whose backward sends
 
     # Collectives
 
     def map_applied(
-        self, x: Tensor, how: LinearMap, where: RankGroup, y: Tensor
+        self, x: Tensor, linear_map: LinearMap, ranks: RankGroup, y: Tensor
     ) -> None:
-        if frame().tracer is self:  # not in a loss that `pipeline` records within
-            self.split.check_enters(x, how, where)
-        self.split.moved(x, how, where, y)
+        # A pipeline records its loss within the step, with the tracer of its own.
+        if frame().tracer is self:
+            self.split_work.check_enters(x, linear_map, ranks)
+        self.split_work.moved(x, linear_map, ranks, y)
         if frame().path:
             return
-        self._moved(x, how, where, y)
+        self._check_moved(x, linear_map, ranks, y)
+        # What a backward pass sends is followed as a gradient: see `reduced`.
         if _torch.current_node() is None:
-            made_of, line = self.known.made_of(x), f"{how.op} at {source_line()}"
-            made_of = made_of.changed(line) if how.is_comparison else made_of
-            value = hash((how.op, how.to, self.known.value(x)))
-            self.known.change(y, made_of=made_of, value=value)
+            made_of, line = (
+                self.fact_table.provenance(x),
+                f"{linear_map.op} at {source_line()}",
+            )
+            made_of = made_of.changed_at(line) if linear_map.is_comparison else made_of
+            value = hash((linear_map.op, linear_map.to, self.fact_table.value_key(x)))
+            self.fact_table.change(y, provenance=made_of, value_key=value)
 
-    def _moved(self, x: Tensor, how: LinearMap, where: RankGroup, y: Tensor) -> None:
-        if where.size == 1:
-            self.known.give(y, Kind.A, f"what {how.op} gives")
+    def _check_moved(
+        self, x: Tensor, linear_map: LinearMap, ranks: RankGroup, y: Tensor
+    ) -> None:
+        """Notes the type of what a linear map makes; raises where it is misused."""
+        if ranks.size == 1:
+            self.fact_table.set_kind(y, Kind.A, f"what {linear_map.op} gives")
             return
-        if not where.loss_is_mean:  # of other axes: it stays whose it was
-            seen = self.known.of(x)
-            # A row of terms is typed as parts are: the library made it (`_typed`).
-            summed = how.of == "P" and seen.kind in (Kind.P, Kind.S)
-            if summed and set(where.axis) & set(here().mean_axes):
-                seen = Seen(Kind.A, f"what {how.op} gives", source_line())
-            self.known.put(y, seen)
+        # Types are about the axes of the where.loss_is_mean: along others (of tensor
+        # parallelism) a value keeps its type, and `split_work` follows it.
+        if not ranks.mean:
+            facts = self.fact_table.of(x)
+            # A row of terms has the type of parts, as the library made it.
+            sums_terms = linear_map.of == "P" and facts.kind in (Kind.P, Kind.S)
+            if sums_terms and set(ranks.axis) & set(here().mean_axes):
+                facts = TensorFacts(
+                    Kind.A, f"what {linear_map.op} gives", source_line()
+                )
+            self.fact_table.set(y, facts)
             return
-        seen, node = self.known.of(x), _torch.current_node()
+        facts, node = self.fact_table.of(x), _torch.current_node()
         if node is not None:
-            self._answered.add(_torch.sequence_number(node))
-        if node is not None and self.nodes.in_a_body(node, self.nodes.new()):
-            self.known.give(y, self.own, "a unit's derivative")
+            self._sending_nodes.add(_torch.sequence_number(node))
+        if node is not None and self.nodes.is_in_unit_body(
+            node, self.nodes.new_numbers()
+        ):
+            self.fact_table.set_kind(y, self.rank_local_kind, "a unit's derivative")
             return
         if (
-            how == PART_AS_LOCAL
-            and seen.kind is Kind.A
+            linear_map == PART_AS_LOCAL
+            and facts.kind is Kind.A
             and (is_internal() or node is not None)
         ):
-            self.known.put(y, seen)  # an expert's block, gathered over other axes
+            self.fact_table.set(y, facts)  # an expert's block, gathered over other axes
             return
-        why, op = misused(how, seen.kind), how.op
-        if why == "disagrees" and (unit := current_label()[0]):
-            why, op = "parameters", unit
-        # Of parts there is one dim, of their sum none: vmap brought the others.
-        if seen.kind is Kind.K and x.ndim > (how == GATHER) and how in (GATHER, SUM):
-            why = "rows"
-        if why:
-            raise refusal(why, op, [seen])
-        kind = moved_to(how, seen.kind)
-        if how.op == "enter":
-            self._parameters.add(memory(x))
-            if seen.kind is Kind.K and memory(x) in self._cast:
-                kind = Kind.A  # the user said whose it is
-        self.known.give(y, kind, f"what {how.op} gives")
+        case, name = misuse_case(linear_map, facts.kind), linear_map.op
+        if case == "disagrees" and (unit := current_label()[0]):
+            case, name = "parameters", unit
+        # A part has one dim, and a sum of parts none: constants with more came by vmap,
+        # as the rows of jacfwd. Each rank's would be a tangent of another element.
+        if (
+            facts.kind is Kind.K
+            and x.ndim > (linear_map == GATHER)
+            and linear_map in (GATHER, SUM)
+        ):
+            case = "rows"
+        if case:
+            raise operand_error(case, name, [facts])
+        kind = moved_kind(linear_map, facts.kind)
+        if linear_map.op == "enter":
+            self._parameter_memory.add(memory_key(x))
+            # A constant that the user casts is declared to be one value.
+            if facts.kind is Kind.K and memory_key(x) in self._cast_memory:
+                kind = Kind.A
+        self.fact_table.set_kind(y, kind, f"what {linear_map.op} gives")
 
-    def collective_called(self, x: Tensor, how: LinearMap, where: RankGroup) -> None:
-        if not where.loss_is_mean or frame().path:
+    def collective_called(
+        self, x: Tensor, linear_map: LinearMap, ranks: RankGroup
+    ) -> None:
+        if not ranks.loss_is_mean or frame().path:
             return
-        seen = self.known.of(x)
-        if seen.kind in PARTS and how != PART_AS_LOCAL:
-            raise refusal("parts", how.op, [seen])
-        if how == ENTER:
-            self._cast.add(memory(x))
+        facts = self.fact_table.of(x)
+        if facts.kind in PARTS and linear_map != PART_AS_LOCAL:
+            raise operand_error("parts", linear_map.op, [facts])
+        if linear_map == ENTER:
+            self._cast_memory.add(memory_key(x))
         if _torch.function_runs():
-            self._functions.append(self.nodes.of_function())
+            self._function_nodes.append(self.nodes.function_numbers())
 
-    def claimed_equal(self, x: Any, what: str) -> None:
+    def claimed_equal(self, x: tree.Leaf, what: str) -> None:
         if frame().path:
             return
         if not isinstance(x, Tensor):
-            self.agreed(
+            self.record_agreed(
                 what,
                 describe_value(x),
                 describe_lines(what, x, ask_schedules_and_masks(())),
             )
             return
-        seen, alike = self.known.of(x), True
-        if seen.kind is Kind.K:
-            alike = self._alike(what, (seen.digest, shown(x)), source_line())
-        if seen.kind is Kind.V or not alike:
-            raise refusal("disagrees", what, [seen])
+        facts, alike = self.fact_table.of(x), True
+        if facts.kind is Kind.K:
+            alike = self._record_event(
+                what, (facts.digest, partial_view(x)), source_line()
+            )
+        if facts.kind is Kind.V or not alike:
+            raise operand_error("disagrees", what, [facts])
 
     def summed_locally(self, x: Tensor, what: str) -> None:
-        seen = self.known.of(x)
-        if seen.kind in PARTS and not frame().path:
-            raise refusal("lost", what, [seen])
+        facts = self.fact_table.of(x)
+        if facts.kind in PARTS and not frame().path:
+            raise operand_error("lost", what, [facts])
 
-    def claimed_rank_local(self, x: Tensor, where: RankGroup, what: str) -> None:
-        if where.size > 1:
-            lacking = self.split.over(where.axis) - self.split.of(x)
-            if alike := [a for a in where.axis if a in lacking]:
-                raise refused("counted", op=what, axis=alike[0])
+    def claimed_rank_local(self, x: Tensor, ranks: RankGroup, what: str) -> None:
+        if ranks.size > 1:
+            lacking = self.split_work.followed(ranks.axis) - self.split_work.of(x)
+            if shared_axes := [a for a in ranks.axis if a in lacking]:
+                raise rule_error("counted", op=what, axis=shared_axes[0])
 
-    def measured(self, what: str, *given: Tensor) -> None:
+    def check_measured(self, what: str, *tensors: Tensor) -> None:
         """Raises if a shape is read of a leaf's part, where the leaf has other dims.
 
         Args:
-            given: the part; or several, of which one gives the others its shape.
+            what: the function that reads it.
+            tensors: the tensor; or several, of which one gives the others its shape.
         """
-        each = [self.known.of(x) for x in given]
-        parts = [seen for seen in each if seen.kind is Kind.S or seen.flat]
-        if parts and not frame().path and (len(each) == 1 or len(parts) < len(each)):
-            raise refusal("shape", what, parts[:1])
+        facts = [self.fact_table.of(x) for x in tensors]
+        parts = [x for x in facts if x.kind is Kind.S or x.flat]
+        if parts and not frame().path and (len(facts) == 1 or len(parts) < len(facts)):
+            raise operand_error("shape", what, parts[:1])
 
     def leaf_made(self, leaf: Sharded) -> None:
-        seen = self.known.of(leaf._local)
-        if seen.kind not in PARTS and leaf.ndim > 1:
-            self.known.put(leaf._local, seen._replace(flat=True))
+        facts = self.fact_table.of(leaf._local)
+        if facts.kind not in PARTS and leaf.ndim > 1:
+            self.fact_table.set(leaf._local, facts._replace(flat=True))
 
     def typed_like(self, y: Tensor, x: Tensor) -> Tensor:
-        self.known.put(y := y.clone(), self.known.of(x))
+        self.fact_table.set(y := y.clone(), self.fact_table.of(x))
         return y
 
     def type_declared(self, y: Tensor, kind: str) -> None:
-        seen, alone = self.known.of(y), self.own is Kind.A
-        self.known.give(y, Kind.A if alone else Kind[kind], "what assume gave")
-        self.known.change(y, made_of=seen.made_of, value=seen.value)
+        facts, is_alone = self.fact_table.of(y), self.rank_local_kind is Kind.A
+        self.fact_table.set_kind(
+            y, Kind.A if is_alone else Kind[kind], "what assume gave"
+        )
+        self.fact_table.change(
+            y, provenance=facts.provenance, value_key=facts.value_key
+        )
 
-    def used(self, x: Tensor) -> None:
-        node = x.grad_fn if self._functions else None
+    def note_use(self, x: Tensor) -> None:
+        # The results of a Function around a collective: its backward must send too, or
+        # the gradients of the other ranks' losses are lost.
+        node = x.grad_fn if self._function_nodes else None
         if node is None or not _torch.is_function_node(node):
             return
         number, name = _torch.sequence_number(node), node.name()
-        for numbers in self._functions:
+        for numbers in self._function_nodes:
             if number in numbers:
-                self._functions.remove(numbers)
-                node.register_hook(lambda *_: self._ran(number, name))
+                self._function_nodes.remove(numbers)
+                node.register_hook(lambda *_: self._check_sent(number, name))
                 return
 
-    def _ran(self, number: int, name: str) -> None:
-        """A Function's backward has run; a collective's own sends."""
-        if number not in self._answered:
-            raise refusal("unanswered", name.removesuffix("Backward"), [])
+    def _check_sent(self, number: int, name: str) -> None:
+        """Raises if a Function's backward, which has run, has sent nothing.
+
+        The Functions of our own collectives send in their backward.
+        """
+        if number not in self._sending_nodes:
+            raise operand_error("unanswered", name.removesuffix("Backward"), [])
 
     # Calls of sharded functions, and units
 
-    def on_call(self, key: Any, args: Any, keywords: Any, mean: Sequence[str]) -> None:
-        self.calls.append(key)
+    def on_call(
+        self,
+        key: tuple[Hashable, ...],
+        args: tuple[tree.PyTree, ...],
+        keywords: dict[str, tree.PyTree],
+        mean: Sequence[str],
+    ) -> None:
+        """Notes the types of the arguments of a sharded function.
+
+        A leaf that is cut over an axis of the mean is a part, another one a replicated
+        value. A plain tensor is the rank's own, unless it is in the first argument or
+        its layout says so.
+        """
+        self.call_keys.append(key)
         for i, value in enumerate((*args, keywords)):
             paths, leaves, _ = tree.flatten_with_paths(value, is_leaf=is_sharded)
             for path, x in zip(paths, leaves, strict=True):
@@ -215,21 +272,34 @@ class Checker(Tracer, Watcher, Operators):
                 name = repr(path) if i == 0 and path else name
                 value = hash((i, path))
                 if isinstance(x, Sharded):
-                    self.split.add_part(x)
-                    cut = self.own is Kind.V and set(x.layout.axes) & set(mean)
-                    seen = placed(x, Kind.S if cut else Kind.I, name)
-                    self.known.meet(_held(x), seen._replace(value=value))
+                    self.split_work.add_part(x)
+                    is_cut = self.rank_local_kind is Kind.V and set(
+                        x.layout.axes
+                    ) & set(mean)
+                    facts = placed_facts(x, Kind.S if is_cut else Kind.I, name)
+                    self.fact_table.add_argument(
+                        _memory_tensor(x), facts._replace(value_key=value)
+                    )
                     if x._range is not None:
-                        self.known.name_part(*x._range, name)
+                        self.fact_table.name_leaf(*x._range, name)
                 elif isinstance(x, Tensor):
-                    how = placement_of(x)
-                    own = i and how is None or isinstance(how, Own) or self._varies(x)
-                    kind = self.own if own else Kind.I
-                    self._whole |= set() if own else {memory(x)}
-                    self.known.meet(x, Seen(kind, name, value=value))
+                    layout = placement_of(x)
+                    is_rank_local = (
+                        i
+                        and layout is None
+                        or isinstance(layout, Own)
+                        or self._is_rank_local(x)
+                    )
+                    kind = self.rank_local_kind if is_rank_local else Kind.I
+                    self._replicated_memory |= (
+                        set() if is_rank_local else {memory_key(x)}
+                    )
+                    self.fact_table.add_argument(
+                        x, TensorFacts(kind, name, value_key=value)
+                    )
 
-    def mark_numbers(self, values: Any) -> Any:
-        return asked_numbers(values, self.stand_ins.answered)
+    def mark_numbers(self, values: tree.PyTree) -> tree.PyTree:
+        return observe_numbers(values, self.stand_ins.answer)
 
     def on_take(self, name: str, leaves: Iterable[Sharded]) -> None:
         leaves = list(leaves)
@@ -239,88 +309,134 @@ class Checker(Tracer, Watcher, Operators):
         if not frame().path:
             self._gathered = name, leaves
 
-    def wrap_gathered(self, call: Call, run: Callable[..., Any]) -> Callable[..., Any]:
-        """``run``, in which transforms inside `shard` compute as the unit's body does.
+    def wrap_gathered(
+        self, call: Call, run: Callable[..., tree.PyTree]
+    ) -> Callable[..., tree.PyTree]:
+        """Returns ``run`` with all that it does typed as a unit's body is.
 
-        What they make of gathered parameters, and of what the unit returns, is the
-        rank's own.
+        Transforms inside ``shard`` compute with gathered parameters before the body,
+        and with its outputs after it.
         """
-        f = call.frame
-        if f.path:
+        call_frame = call.frame
+        if call_frame.path:
             return run
 
-        def inner(params: Any, /, *inputs: Any, **keywords: Any) -> Any:
-            given = params, inputs, keywords
-            taken, before = self._memory_of(given), self.given
+        def inner(
+            params: tree.PyTree, /, *inputs: tree.PyTree, **keywords: tree.PyTree
+        ) -> tree.PyTree:
+            arguments = params, inputs, keywords
+            memory_taken, memory_before = self._memory_keys(arguments), self.unit_memory
             start = _torch.next_sequence_number()
-            also = self._tangents(self.known.tensors(given))
-            self.captured = self.known.each_made_of([given, also])
-            self.given = before | taken
+            tangents = self._tangents(self.fact_table.tensors_in(arguments))
+            self.captured = self.fact_table.provenances([arguments, tangents])
+            self.unit_memory = memory_before | memory_taken
             with inside(frame().replace(path=call.path, numbers=call.numbers)):
                 out = run(params, *inputs, **keywords)
-            self.given = before
-            self.nodes.body(start)
-            return self._owned(call, out, taken, given, anew=False)
+            self.unit_memory = memory_before
+            self.nodes.mark_unit_body(start)
+            return self._type_outputs(call, out, memory_taken, arguments, retype=False)
 
         return inner
 
-    def _memory_of(self, values: Any) -> set[int]:
-        """The memory of tensors that a unit is given: whole ones, gathered blocks."""
-        found = set()
+    def _memory_keys(self, values: tree.PyTree) -> set[int]:
+        """Returns the memory of the tensors that a unit is given.
+
+        Of leaves split over other axes these are the gathered blocks.
+        """
+        keys = set()
         for x in tree.leaves(values, is_leaf=is_sharded):
             if isinstance(x, Sharded) and x.layout.flat is None:
-                self.split.add_part(x)
+                self.split_work.add_part(x)
                 x = x._local
             if isinstance(x, Tensor):
-                found.add(memory(x))
-        return found
+                keys.add(memory_key(x))
+        return keys
 
-    def run_body(self, call: Call, params: Any, inputs: Any, keywords: Any) -> Any:
+    def run_body(
+        self,
+        call: Call,
+        params: tree.PyTree,
+        inputs: tuple[tree.PyTree, ...],
+        keywords: dict[str, tree.PyTree],
+    ) -> tree.PyTree:
         """Runs a unit's function, whose results are the rank's own."""
         outermost = not call.frame.path
         if outermost:
             for x in tree.leaves((inputs, keywords), is_leaf=is_sharded):
-                if isinstance(x, Tensor) and self.known.kind(x) in PARTS:
-                    raise refusal("input", call.name, [self.known.of(x)])
-        taken = self._memory_of((params, inputs, keywords))
-        start, before = _torch.next_sequence_number(), self.given
-        given = (params, inputs, keywords)
+                if isinstance(x, Tensor) and self.fact_table.kind(x) in PARTS:
+                    raise operand_error("input", call.name, [self.fact_table.of(x)])
+        memory_taken = self._memory_keys((params, inputs, keywords))
+        start, memory_before = _torch.next_sequence_number(), self.unit_memory
+        arguments = (params, inputs, keywords)
         if outermost and self._gathered[0] == f"unit {call.name!r}":
-            given, self._gathered = (*given, self._gathered[1]), ("", [])
+            arguments, self._gathered = (*arguments, self._gathered[1]), ("", [])
         if outermost:
-            also = self._tangents(self.known.tensors(given))
-            self.captured = self.known.each_made_of([given, also])
-        self.given = before | taken  # whole parameters may lie where their parts do
+            tangents = self._tangents(self.fact_table.tensors_in(arguments))
+            self.captured = self.fact_table.provenances([arguments, tangents])
+        # Whole parameters may lie in the memory of their parts: what the body was given
+        # it may read.
+        self.unit_memory = memory_before | memory_taken
         with internal(False):
             out = call.unit.checked(params, inputs, keywords, call.unit.fn)
-        self.given = before
-        self.nodes.body(start)
-        return self._owned(call, out, taken, given) if outermost else out
+        self.unit_memory = memory_before
+        self.nodes.mark_unit_body(start)
+        return (
+            self._type_outputs(call, out, memory_taken, arguments) if outermost else out
+        )
 
-    def _owned(
-        self, call: Call, out: Any, taken: set[int], given: Any, *, anew: bool = True
-    ) -> Any:
-        """A unit's outputs, typed as the rank's own; ``anew``: those that are too."""
-        name, numbers = f"unit {call.name!r}", itertools.count()
-        made_of = together(name, self.captured).changed(f"{name} at {source_line()}")
-        of = hash((call.unit, *map(self.known.value, self.known.tensors(given))))
+    def _type_outputs(
+        self,
+        call: Call,
+        out: tree.PyTree,
+        memory_taken: set[int],
+        arguments: tree.PyTree,
+        *,
+        retype: bool = True,
+    ) -> tree.PyTree:
+        """Returns a unit's outputs, typed as the rank's own.
 
-        def own(y: Any) -> Any:
-            if not isinstance(y, Tensor) or not anew and self._varies(y):
+        Args:
+            call: the unit call.
+            out: what it returned.
+            memory_taken: the memory of what it was given.
+            arguments: what it was given, and gathered for it.
+            retype: whether outputs that are the rank's own already are typed too.
+        """
+        name, counter = f"unit {call.name!r}", itertools.count()
+        provenance = combine(name, self.captured).changed_at(
+            f"{name} at {source_line()}"
+        )
+        call_key = hash(
+            (
+                call.unit,
+                *map(self.fact_table.value_key, self.fact_table.tensors_in(arguments)),
+            )
+        )
+
+        def type_output(y: tree.Leaf) -> tree.Leaf:
+            if not isinstance(y, Tensor) or not retype and self._is_rank_local(y):
                 return y
-            if memory(y) in taken:
+            # An input that the unit returns as it is: in its memory a type would be the
+            # input's too.
+            if memory_key(y) in memory_taken:
                 y = y.clone()
-            what, line = f"what {name} returned", source_line()
+            title, line = f"what {name} returned", source_line()
             for x in (y, *self._tangents([y])):  # made in the body, as ``y`` was
-                value = hash((of, next(numbers)))
-                seen = Seen(self.own, what, line, value=value, made_of=made_of)
-                self.known.put(x, seen)
+                value = hash((call_key, next(counter)))
+                facts = TensorFacts(
+                    self.rank_local_kind,
+                    title,
+                    line,
+                    value_key=value,
+                    provenance=provenance,
+                )
+                self.fact_table.set(x, facts)
             return y
 
-        return tree.map(own, out, is_leaf=is_sharded)
+        return tree.map(type_output, out, is_leaf=is_sharded)
 
     def _tangents(self, tensors: Iterable[Tensor]) -> list[Tensor]:
-        """The tangents of tensors, looked up without an operator to type."""
+        """Returns the tangents of tensors, without typing the operators that do so."""
         self._paused, before = True, self._paused
         try:
             return [t for x in tensors for t in _torch.tangents_of(x)]
@@ -330,132 +446,228 @@ class Checker(Tracer, Watcher, Operators):
     # Derivatives
 
     def on_gradient(
-        self, by: Any, found: Any, averaged: Callable[[Tensor], bool]
+        self,
+        arguments: tree.PyTree,
+        gradients: tree.PyTree,
+        averaged: Callable[[Tensor], bool],
     ) -> None:
-        for x, g in pairs(by, found):
+        for x, g in gradient_pairs(arguments, gradients):
             if isinstance(x, Sharded) and isinstance(g, Sharded):
-                self._pair(x._local, g._local)
+                self._check_gradient(x._local, g._local)
             elif isinstance(x, Tensor):
-                self._pair(x, g, averaged(x))
+                self._check_gradient(x, g, averaged(x))
 
-    def on_reduced(self, by: Any, grads: Any, of: Any, value: Any) -> None:
-        for x in self.known.tensors(of[0]):  # not what is returned beside the loss
-            if (apart := self.split.of(x)) and not frame().path:
-                raise refused("loss", line=source_line(), axis=min(apart))
+    def on_reduced(
+        self,
+        arguments: tree.PyTree,
+        gradients: tree.PyTree,
+        differentiated: Sequence[tree.PyTree],
+        value: Sequence[tree.PyTree],
+    ) -> None:
+        for x in self.fact_table.tensors_in(
+            differentiated[0]
+        ):  # the loss, not what is returned beside it
+            if (split_axes := self.split_work.of(x)) and not frame().path:
+                raise rule_error("loss", line=source_line(), axis=min(split_axes))
         names = _combined_names(value[1])
-        if not self._alike("a loss", names, source_line()):
-            said = ", ".join(names) or "none"
-            raise refused("beside", line=source_line(), said=said)
-        self._laid(by, grads)
+        if not self._record_event("a loss", names, source_line()):
+            text = ", ".join(names) or "none"
+            raise rule_error("beside", line=source_line(), text=text)
+        self._type_sharded_gradients(arguments, gradients)
         # Where a loss is only evaluated, its mean is of all parameters it is given.
-        inputs, found = zip(*pairs(by, grads), strict=True) if by else (of[1:], ())
-        means = [x for x in self.known.tensors(value) if self.known.kind(x) is Kind.A]
-        self._taken(inputs, found, of)
-        self._taken(inputs, means, of, loss=True)
+        inputs, tensor_gradients = (
+            zip(*gradient_pairs(arguments, gradients), strict=True)
+            if arguments
+            else (differentiated[1:], ())
+        )
+        means = [
+            x
+            for x in self.fact_table.tensors_in(value)
+            if self.fact_table.kind(x) is Kind.A
+        ]
+        self._note_gradients(inputs, tensor_gradients, differentiated)
+        self._note_gradients(inputs, means, differentiated, is_loss=True)
 
-    def _taken(self, by: Any, found: Any, of: Any, loss: bool = False) -> None:
-        """Gradients were taken of values ``of``; those by parameters are means."""
-        seen = [self.known.of(x) for x in self.known.tensors(by)]
-        values = tuple(x.value for x in seen if x.kind in (Kind.S, Kind.I))
+    def _note_gradients(
+        self,
+        arguments: tree.PyTree,
+        gradients: tree.PyTree,
+        differentiated: tree.PyTree,
+        is_loss: bool = False,
+    ) -> None:
+        """Notes of what gradients are made: those by parameters are means of rows.
+
+        Args:
+            arguments: what is differentiated by.
+            gradients: the gradients; or the means of losses, which are followed alike.
+            differentiated: the differentiated values, their arguments, and cotangents.
+            is_loss: whether ``gradients`` are means of losses.
+        """
+        facts = [self.fact_table.of(x) for x in self.fact_table.tensors_in(arguments)]
+        values = tuple(x.value_key for x in facts if x.kind in (Kind.S, Kind.I))
         line = f"the derivative at {source_line()}"
-        own = joined([*self.known.each_made_of(of), *pulled_with(self.known, of)])
-        own = own.changed(line)
-        averages = bool(values) and self.own is Kind.V
-        shares = frozenset(((own.rows, 1.0),))
-        one = Gradient(hash(values), own.rows, shares, loss=loss)
-        # Each by a vector of its own, as jacrev.
-        several = any(_torch.mapped_at(c) for c in self.known.tensors(of))
-        for g in self.known.tensors(found):
-            made_of = own
-            if averages and self.known.kind(g) is not Kind.V:
-                stacked = _torch.mapped_dim(g) if several else None
-                of_one = one if stacked is None else replace(one, stacked=stacked)
-                made_of = own._replace(gradients=own.gradients | {of_one})
-            self.known.change(g, made_of=made_of)
+        made_of = join(
+            [
+                *self.fact_table.provenances(differentiated),
+                *rows_of_derivative(self.fact_table, differentiated),
+            ]
+        )
+        made_of = made_of.changed_at(line)
+        averages = bool(values) and self.rank_local_kind is Kind.V
+        shares = frozenset(((made_of.rows, 1.0),))
+        gradient = Gradient(hash(values), made_of.rows, shares, is_loss=is_loss)
+        # Under vmap there is a gradient for each of several vectors, as in jacrev.
+        is_mapped = any(
+            _torch.mapped_at(c) for c in self.fact_table.tensors_in(differentiated)
+        )
+        for g in self.fact_table.tensors_in(gradients):
+            provenance = made_of
+            if averages and self.fact_table.kind(g) is not Kind.V:
+                stacked = _torch.mapped_dim(g) if is_mapped else None
+                stacked_gradient = (
+                    gradient if stacked is None else replace(gradient, stacked=stacked)
+                )
+                provenance = made_of._replace(
+                    gradients=made_of.gradients | {stacked_gradient}
+                )
+            self.fact_table.change(g, provenance=provenance)
 
-    def _laid(self, by: Any, grads: Any) -> None:
-        """Gradients by sharded leaves have the layouts of these."""
-        flat: set[int] = set()  # memory of which a part has several dims
-        for x, g in pairs(by, grads):
+    def _type_sharded_gradients(
+        self, arguments: tree.PyTree, gradients: tree.PyTree
+    ) -> None:
+        """Types gradients by sharded leaves as these, whose layouts they have."""
+        flat_memory: set[int] = set()  # memory of which a part has several dims
+        for x, g in gradient_pairs(arguments, gradients):
             if isinstance(x, Sharded) and isinstance(g, Sharded):
-                kind, name = self.known.kind(_held(x)), f"the gradient by {x.name!r}"
-                seen, held = placed(g, kind, name), _held(g)
-                key = memory(held)
-                flat |= {key} if seen.flat else set()
-                seen = seen._replace(where=source_line(), flat=key in flat)
-                self.known.put(held, seen)
-                self._parameters |= {memory(_held(x))} if kind is Kind.I else set()
+                kind, name = (
+                    self.fact_table.kind(_memory_tensor(x)),
+                    f"the gradient by {x.name!r}",
+                )
+                facts, memory_tensor = placed_facts(g, kind, name), _memory_tensor(g)
+                key = memory_key(memory_tensor)
+                flat_memory |= {key} if facts.flat else set()
+                facts = facts._replace(line=source_line(), flat=key in flat_memory)
+                self.fact_table.set(memory_tensor, facts)
+                self._parameter_memory |= (
+                    {memory_key(_memory_tensor(x))} if kind is Kind.I else set()
+                )
 
-    def pulled(self, inputs: Sequence[Any], grads: Sequence[Any], of: Any) -> None:
-        """Notes a gradient that is not averaged afterwards."""
+    def check_pulled(
+        self,
+        inputs: Sequence[tree.Leaf],
+        grads: Sequence[tree.Leaf],
+        of: tree.PyTree,
+    ) -> None:
+        """Checks gradients of ``torch.autograd.grad`` or ``backward``, and notes them.
+
+        Nothing averages these over the ranks afterwards.
+
+        Args:
+            inputs: what is differentiated by.
+            grads: the gradients.
+            of: the differentiated values, and the cotangents.
+        """
         if not frame().path and not is_internal():
             for x, g in zip(inputs, grads, strict=True):
-                self._pair(x, g)
-            self._taken(inputs, grads, of)
+                self._check_gradient(x, g)
+            self._note_gradients(inputs, grads, of)
 
-    def _pair(self, x: Any, g: Any, averaged: bool = False) -> None:
-        """Holds the type of a gradient against that of what it is a gradient by."""
+    def _check_gradient(
+        self, x: tree.Leaf, g: tree.Leaf, averaged: bool = False
+    ) -> None:
+        """Compares the type of a gradient with that of what it is a gradient by.
+
+        Args:
+            x: what is differentiated by.
+            g: the gradient.
+            averaged: whether it becomes the mean of the ranks'.
+
+        Raises:
+            LawError: it would be this rank's own, of what is one value on all ranks.
+        """
         if not isinstance(x, Tensor) or not isinstance(g, Tensor):
             return
-        of, found = self.known.of(x), self.known.of(g)
-        if of.kind is Kind.I:
-            self._parameters.add(memory(x))
-        if of.flat and not (found.flat or _torch.is_wrapped(g)):
-            self.known.change(g, flat=True)
-        if of.kind is Kind.S:
-            if found.kind is Kind.V:
-                raise refusal("own gradient", "", [of, found])
-            self.known.give(g, Kind.S, of.what)
-        elif found.kind in PARTS:
-            raise refusal("term", "", [of, found])
-        elif of.kind in (Kind.K, Kind.I) and not agrees(found.kind) and not averaged:
-            why = "whose" if of.kind is Kind.K else "unaveraged"
-            raise refusal(why, "", [of, found])
-        elif of.parameter and found.kind is Kind.V and not averaged:
-            raise refusal("made of one", "", [of, found])
+        x_facts, g_facts = self.fact_table.of(x), self.fact_table.of(g)
+        if x_facts.kind is Kind.I:
+            self._parameter_memory.add(memory_key(x))
+        if x_facts.flat and not (g_facts.flat or _torch.is_wrapped(g)):
+            self.fact_table.change(g, flat=True)
+        if x_facts.kind is Kind.S:
+            if g_facts.kind is Kind.V:
+                raise operand_error("own gradient", "", [x_facts, g_facts])
+            self.fact_table.set_kind(g, Kind.S, x_facts.title)
+        elif g_facts.kind in PARTS:
+            raise operand_error("term", "", [x_facts, g_facts])
+        elif (
+            x_facts.kind in (Kind.K, Kind.I)
+            and not is_equal_on_ranks(g_facts.kind)
+            and not averaged
+        ):
+            case = "whose" if x_facts.kind is Kind.K else "unaveraged"
+            raise operand_error(case, "", [x_facts, g_facts])
+        elif x_facts.from_parameters and g_facts.kind is Kind.V and not averaged:
+            raise operand_error("made of one", "", [x_facts, g_facts])
 
-    def on_return(self, args: Any, out: Any) -> None:
-        """Holds what a sharded function returns against what it was given."""
+    def on_return(self, args: tuple[tree.PyTree, ...], out: tree.PyTree) -> None:
+        """Compares the types of what a sharded function returns with what it was given.
+
+        Raises:
+            LawError: what is one value on all ranks would differ from rank to rank.
+        """
         for y in tree.leaves(out, is_leaf=is_sharded):
-            if isinstance(y, Sharded) and self._varies(held := _held(y)):
-                leaf = Seen(Kind.I, repr(y.name) if y.name else "a placed leaf")
-                raise refusal("returned", "", [leaf, self.known.of(held)])
-            seen = self.known.of(y) if isinstance(y, Tensor) and y.ndim < 2 else None
-            if seen and (seen.flat or seen.kind in PARTS - {Kind.R}):
-                raise refusal("bare", "", [seen])
-        new = returned_state(args, out)
-        paths, found, other = tree.flatten_with_paths(new, is_leaf=is_sharded)
-        each = zip(paths, found, strict=True)
-        self.rank_local_paths = {path for path, y in each if self._varies(y)}
+            if isinstance(y, Sharded) and self._is_rank_local(
+                memory_tensor := _memory_tensor(y)
+            ):
+                leaf = TensorFacts(Kind.I, repr(y.name) if y.name else "a placed leaf")
+                raise operand_error(
+                    "returned", "", [leaf, self.fact_table.of(memory_tensor)]
+                )
+            facts = (
+                self.fact_table.of(y) if isinstance(y, Tensor) and y.ndim < 2 else None
+            )
+            if facts and (facts.flat or facts.kind in PARTS - {Kind.R}):
+                raise operand_error("bare", "", [facts])
+        new_state = returned_state(args, out)
+        paths, new_leaves, new_def = tree.flatten_with_paths(
+            new_state, is_leaf=is_sharded
+        )
+        by_path = zip(paths, new_leaves, strict=True)
+        self.rank_local_paths = {path for path, y in by_path if self._is_rank_local(y)}
         leaves, treedef = tree.flatten(args[0] if args else (), is_leaf=is_sharded)
         for x in leaves:
-            if self._varies(x) and memory(x) in self._whole:
-                raise refusal("written", "", [self.known.of(x)])
-        if treedef != other:
-            return  # it returns something else
-        for x, y in zip(leaves, found, strict=True):
-            if not (isinstance(x, Tensor) and self._varies(y)):
-                continue  # nor does what is sharded
-            if x.shape == y.shape and _torch.storage_key(x) in self._parameters:
-                raise refusal("returned", "", [*map(self.known.of, (x, y))], None)
+            if self._is_rank_local(x) and memory_key(x) in self._replicated_memory:
+                raise operand_error("written", "", [self.fact_table.of(x)])
+        if treedef != new_def:
+            return  # it returns no state, whose leaves could be compared
+        for x, y in zip(leaves, new_leaves, strict=True):
+            if not (isinstance(x, Tensor) and self._is_rank_local(y)):
+                continue
+            if x.shape == y.shape and _torch.storage_key(x) in self._parameter_memory:
+                raise operand_error(
+                    "returned", "", [*map(self.fact_table.of, (x, y))], None
+                )
 
-    def _varies(self, x: Any) -> bool:
-        return isinstance(x, Tensor) and self.known.kind(x) is Kind.V
+    def _is_rank_local(self, x: tree.Leaf) -> bool:
+        """Returns whether ``x`` is a tensor that differs from rank to rank."""
+        return isinstance(x, Tensor) and self.fact_table.kind(x) is Kind.V
 
 
-def _combined_names(aux: Any) -> tuple[str, ...]:
-    """The paths of the auxiliary outputs that ranks combine, and in which way."""
+def _combined_names(aux: tree.PyTree) -> tuple[str, ...]:
+    """Returns the paths of auxiliary outputs that ranks combine, and in which way.
+
+    Each of them takes a collective, which all ranks must call.
+    """
     paths, leaves, _ = tree.flatten_with_paths(aux, is_leaf=counts_as_leaf)
-    found = []
+    names = []
     for path, x in zip(paths, leaves, strict=True):
         if is_averaged(x):
-            found.append(f"the average {path!r}")
+            names.append(f"the average {path!r}")
         elif is_reduced(x):
             name = type(x).__name__
-            found += [f"{name} {f'{path}/{p}'.strip('/')!r}" for p in tree.paths(x)]
-    return tuple(found)
+            names += [f"{name} {f'{path}/{p}'.strip('/')!r}" for p in tree.paths(x)]
+    return tuple(names)
 
 
-def _held(leaf: Sharded) -> Any:
-    """A tensor in the memory of a leaf's part, which is not made for it."""
+def _memory_tensor(leaf: Sharded) -> Tensor:
+    """Returns a tensor in the memory of a leaf's part, without making the part."""
     return leaf._local if leaf._range is None else leaf._range[0]

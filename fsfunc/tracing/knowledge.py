@@ -1,197 +1,261 @@
-"""Facts of a type check about tensors, their rows, autograd nodes and operands."""
+"""What a type check knows of tensors, of their rows, and of autograd nodes.
+
+`TensorFacts`: the type of one tensor, its name for messages, of what it is made.
+`FactTable`: the facts of a step, by the storages of tensors. `AutogradNodes`: which
+operator of the forward pass a node belongs to. `OwnTensors`: which rows of a rank's own
+tensor a view shows. `typed_operators` and `checker` fill and read them.
+"""
 
 from __future__ import annotations
 
 import itertools
 from bisect import bisect_right
 from collections import defaultdict
+from collections.abc import Hashable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import Node
 
 from fsfunc import _torch, tree
 from fsfunc.comm.attribution import source_line
 from fsfunc.comm.descriptions import checksums, has_values
 from fsfunc.runtime.memory import StorageTable
 from fsfunc.sharded.leaf import is_sharded
-from fsfunc.tracing.operators import shown
-from fsfunc.tracing.provenance import NOTHING, Gradient, Provenance, Rows
-from fsfunc.tracing.types import PARTS, Kind, Operand, joint
+from fsfunc.tracing.operators import partial_view
+from fsfunc.tracing.provenance import (
+    NOTHING,
+    Gradient,
+    Provenance,
+    RowChoice,
+    Rows,
+)
+from fsfunc.tracing.types import PARTS, Kind, Operand, joint_kind
 
 
-class Seen(NamedTuple):
+class TensorFacts(NamedTuple):
     """Facts about a tensor.
 
     Args:
-        what: its name, for messages; ``where``: the line that made it, if known.
+        kind: its type.
+        title: its name, for messages.
+        line: the line that made it, if known.
         digest: a key of the value of a constant; None if that is unknown.
         uniform: whether all of its elements are one number.
-        flat: whether it is the flattened part of a leaf of other dims.
-        parameter: whether it is made of replicated values, whose gradients are means.
-        value: a key, equal for what is computed in the same way from equal values.
-        made_of: the rows and the gradients that it is computed from.
+        flat: whether it is the 1-D part of a leaf of other dims.
+        from_parameters: whether it is made of replicated values, so that gradients by
+            it are means.
+        value_key: a key, equal for what is computed in the same way from equal values.
+        provenance: the rows and the gradients that it is computed from.
     """
 
     kind: Kind
-    what: str
-    where: str = ""
-    digest: Any = None
+    title: str
+    line: str = ""
+    digest: Hashable = None
     uniform: bool = False
     flat: bool = False
-    parameter: bool = False
-    value: int = 0
-    made_of: Provenance = NOTHING
+    from_parameters: bool = False
+    value_key: int = 0
+    provenance: Provenance = NOTHING
 
     def __str__(self) -> str:
-        known = self.where not in ("", "?")  # the library's own has no line
-        return f"{self.what} ({self.where})" if known else self.what
+        has_line = self.line not in ("", "?")  # what the library makes has no line
+        return f"{self.title} ({self.line})" if has_line else self.title
 
 
-def memory(x: Tensor) -> int:
-    """A key of the storage of a tensor."""
+def memory_key(x: Tensor) -> int:
+    """Returns a key of the storage of a tensor, beneath torch.func's wrappers."""
     return _torch.storage_key(_torch.unwrapped(x))
 
 
-class _Leaf(NamedTuple):
-    """What a leaf is called that has these elements of a storage."""
+class _LeafRange(NamedTuple):
+    """The name of a leaf, and the elements of a shared storage that it has."""
 
     start: int
     stop: int
-    what: str
+    title: str
 
 
-class Known:
-    """Tensors by their storages: a type belongs to a storage, and only rises."""
+class FactTable:
+    """The facts about the tensors of a step, by their storages.
+
+    A type belongs to a storage: a view has that of its base, and a write into one is a
+    write into all. In a write a type only rises, as what is written into a slice does
+    not change the rest.
+
+    Attributes:
+        rank_local: the rank's own tensors, and which rows of them a view shows.
+    """
 
     def __init__(self) -> None:
-        self.own = OwnTensors()
-        self._seen = StorageTable[Seen]()
-        self._leaves = StorageTable[list[_Leaf]]()  # that share a storage
-        self._paired = StorageTable[bool]()  # see `pair`
-        self._numbers = itertools.count(1)
+        self.rank_local = OwnTensors()
+        self._facts = StorageTable[TensorFacts]()
+        self._leaf_ranges = StorageTable[list[_LeafRange]]()  # of packed buffers
+        self._paired = StorageTable[bool]()  # see `mark_paired`
+        self._new_keys = itertools.count(1)  # keys for values that nothing tells apart
 
-    def of(self, x: Tensor) -> Seen:
-        """The facts about a tensor; those of a constant, if there are none."""
-        if (found := self.seen(x)) is not None:
-            return found
-        digest = digest_of(x)
-        value = hash(memory(x) if digest is None else digest)
-        return Seen(Kind.K, "a constant", "", digest, value=value)
+    def of(self, x: Tensor) -> TensorFacts:
+        """Returns the facts about a tensor; those of a constant, if there are none."""
+        if (facts := self.find(x)) is not None:
+            return facts
+        digest = constant_digest(x)
+        value = hash(memory_key(x) if digest is None else digest)
+        return TensorFacts(Kind.K, "a constant", "", digest, value_key=value)
 
-    def seen(self, x: Tensor) -> Seen | None:
-        """The facts about a tensor, if there are any."""
-        found = self._seen.get(x)
-        if found is None or (leaves := self._leaves.get(x)) is None:
-            return found
-        start = int(_torch.unwrapped(x).storage_offset())
-        for leaf in leaves:
-            if leaf.start <= start < leaf.stop:
-                return found._replace(what=leaf.what)
-        return found
+    def find(self, x: Tensor) -> TensorFacts | None:
+        """Returns the facts about a tensor, if there are any.
 
-    def name_part(self, x: Tensor, start: int, stop: int, what: str) -> None:
-        """Says what to call a leaf that has these elements of ``x``."""
+        Of a leaf in a packed buffer they bear its own name.
+        """
+        facts = self._facts.get(x)
+        if facts is None or (leaves := self._leaf_ranges.get(x)) is None:
+            return facts
         first = int(_torch.unwrapped(x).storage_offset())
-        new = _Leaf(first + start, first + stop, what)
-        self._leaves[x] = [*(self._leaves.get(x) or []), new]
+        for leaf in leaves:
+            if leaf.start <= first < leaf.stop:
+                return facts._replace(title=leaf.title)
+        return facts
 
-    def pair(self, x: Tensor) -> None:
-        """Says that of a part's memory there are views as pairs of real numbers."""
+    def name_leaf(self, x: Tensor, start: int, stop: int, what: str) -> None:
+        """Notes the name of the leaf that has the elements [start, stop) of ``x``."""
+        offset = int(_torch.unwrapped(x).storage_offset())
+        leaf = _LeafRange(offset + start, offset + stop, what)
+        self._leaf_ranges[x] = [*(self._leaf_ranges.get(x) or []), leaf]
+
+    def mark_paired(self, x: Tensor) -> None:
+        """Notes that a part of complex numbers is viewed as pairs of real ones."""
         self._paired[x] = True
 
     def is_paired(self, x: Tensor) -> bool:
         return bool(self._paired.get(x))
 
-    def are_pairs(self, x: Tensor, seen: Seen) -> bool:
-        """True of such a view: its last dim has the numbers of a pair, not elements."""
+    def shows_pairs(self, x: Tensor, facts: TensorFacts) -> bool:
+        """Returns whether the last dim of ``x`` has the two numbers of each pair.
+
+        Args:
+            x: a view of a part that was marked by `mark_paired`.
+            facts: the facts about it.
+        """
         if not self.is_paired(x):
             return False
         x = _torch.unwrapped(x)
-        if x.is_complex() or x.ndim == 1 and (seen.flat or seen.kind is Kind.S):
-            return False  # the second: a part, of two elements
+        if x.is_complex() or x.ndim == 1 and (facts.flat or facts.kind is Kind.S):
+            return False  # in the second case a part, of two elements
         return x.shape[-1:] == (2,) and x.stride(-1) == 1
 
     def kind(self, x: Tensor) -> Kind:
         return self.of(x).kind
 
-    def value(self, x: Tensor, seen: Seen | None = None) -> int:
-        """A hash that is equal for equal values."""
-        seen = seen or self.of(x)
-        return hash((seen.value, shown(_torch.unwrapped(x))))
+    def value_key(self, x: Tensor, facts: TensorFacts | None = None) -> int:
+        """Returns a key that is equal for equal values; a view has one of its own."""
+        facts = facts or self.of(x)
+        return hash((facts.value_key, partial_view(_torch.unwrapped(x))))
 
-    def made_of(self, x: Tensor, seen: Seen | None = None) -> Provenance:
-        """Of what a tensor is made; of a view of an own one, which rows it shows."""
-        seen = seen or self.of(x)
-        rows, found = None, seen.made_of
-        if seen.kind is Kind.V:
-            rows = self.own.rows(_torch.unwrapped(x))
-        return found if rows is None else found._replace(rows=found.rows | {rows})
+    def provenance(self, x: Tensor, facts: TensorFacts | None = None) -> Provenance:
+        """Returns of what a tensor is made.
 
-    def weighed(self, x: Tensor, by: Tensor) -> Provenance:
-        """Of what rows are made that a constant chooses, or weighs."""
-        which = Rows(self.value(x), self.of(x).what, ("weighed", self.value(by)))
-        return Provenance(frozenset((which,)))
+        Of a view of a rank's own tensor, that includes the rows which it shows.
+        """
+        facts = facts or self.of(x)
+        rows, provenance = None, facts.provenance
+        if facts.kind is Kind.V:
+            rows = self.rank_local.rows(_torch.unwrapped(x))
+        return (
+            provenance
+            if rows is None
+            else provenance._replace(rows=provenance.rows | {rows})
+        )
 
-    def tensors(self, values: Any) -> list[Tensor]:
-        """The tensors of a tree, of sharded leaves this rank's parts."""
+    def weighed_rows(self, x: Tensor, by: Tensor) -> Provenance:
+        """Returns the provenance of rows of ``x`` that constant ``by`` weighs.
+
+        A mask, or a row of the identity, chooses rows by a product.
+        """
+        rows = Rows(
+            self.value_key(x), self.of(x).title, ("weighed", self.value_key(by))
+        )
+        return Provenance(frozenset((rows,)))
+
+    def tensors_in(self, values: tree.PyTree) -> list[Tensor]:
+        """Returns the tensors of a tree; of sharded leaves this rank's parts."""
         leaves = tree.leaves(values, is_leaf=is_sharded)
         leaves = [x._local if is_sharded(x) else x for x in leaves]
         return [x for x in leaves if isinstance(x, Tensor)]
 
-    def each_made_of(self, values: Any) -> list[Provenance]:
-        """Of what the tensors of a tree are made."""
-        return [self.made_of(x) for x in self.tensors(values)]
+    def provenances(self, values: tree.PyTree) -> list[Provenance]:
+        """Returns of what each tensor of a tree is made."""
+        return [self.provenance(x) for x in self.tensors_in(values)]
 
-    def give(self, x: Tensor, kind: Kind, what: str) -> None:
-        """Says of what type a tensor is that came from here, and what to call it."""
-        self.put(x, Seen(kind, what, source_line()))
+    def set_kind(self, x: Tensor, kind: Kind, what: str) -> None:
+        """Notes the type of a tensor that was made at the user's present line.
 
-    def put(self, x: Tensor, seen: Seen) -> None:
-        self._seen[x] = seen = self._told_apart(seen)
-        if seen.kind in (Kind.K, Kind.A, Kind.V):
-            self.own.add(_torch.unwrapped(x), seen.value, seen.what)
+        Args:
+            what: what to call it.
+        """
+        self.set(x, TensorFacts(kind, what, source_line()))
 
-    def _told_apart(self, seen: Seen) -> Seen:
-        return seen if seen.value else seen._replace(value=next(self._numbers))
+    def set(self, x: Tensor, facts: TensorFacts) -> None:
+        """Notes the facts about a tensor, in place of those that are known."""
+        self._facts[x] = facts = self._with_value_key(facts)
+        if facts.kind in (Kind.K, Kind.A, Kind.V):
+            self.rank_local.add(_torch.unwrapped(x), facts.value_key, facts.title)
+
+    def _with_value_key(self, facts: TensorFacts) -> TensorFacts:
+        """Returns the facts with a new key of the value, if they have none."""
+        return (
+            facts if facts.value_key else facts._replace(value_key=next(self._new_keys))
+        )
 
     def change(self, x: Tensor, **changes: Any) -> None:
-        """Says something else of a tensor that is known."""
-        self.put(x, self.of(x)._replace(**changes))
+        """Changes some of the facts about a tensor."""
+        self.set(x, self.of(x)._replace(**changes))
 
-    def write(self, x: Tensor, seen: Seen) -> None:
-        """The same of a tensor that is written into: its type does not fall."""
-        before = self.of(x)
-        if before.kind in PARTS or seen.kind in PARTS:
-            rises = before.kind not in PARTS
-        else:
-            rises = joint({before.kind, seen.kind}) is not before.kind
-        again = before.kind is seen.kind is Kind.K  # another constant
-        if not rises and not again:
-            seen = before._replace(value=seen.value, made_of=seen.made_of)
-        # Elsewhere in its memory may be another number.
-        part = _torch.unwrapped(x)
-        if part.nbytes < part.untyped_storage().nbytes():
-            seen = seen._replace(uniform=False)
-        if self.seen(x) is not None:  # of which `x` may be a part
-            self._seen[x] = self._told_apart(seen)
-        else:
-            self.put(x, seen)
+    def record_write(self, x: Tensor, facts: TensorFacts) -> None:
+        """Notes the facts about what is written into a tensor, whose type may rise.
 
-    def meet(self, x: Tensor, seen: Seen) -> None:
-        """Says what a tensor is of which nothing was known.
-
-        Of memory that leaves share it is flat if one of them has several dims.
+        Args:
+            x: the tensor, or a view of a part of it.
+            facts: the facts about what is written.
         """
-        before = self.seen(x)
+        before = self.of(x)
+        if before.kind in PARTS or facts.kind in PARTS:
+            type_rises = before.kind not in PARTS
+        else:
+            type_rises = joint_kind({before.kind, facts.kind}) is not before.kind
+        # One constant over another is another constant, though no type rises.
+        replaces_constant = before.kind is facts.kind is Kind.K
+        if not type_rises and not replaces_constant:
+            facts = before._replace(
+                value_key=facts.value_key, provenance=facts.provenance
+            )
+        # The rest of its memory may hold another number.
+        view = _torch.unwrapped(x)
+        if view.nbytes < view.untyped_storage().nbytes():
+            facts = facts._replace(uniform=False)
+        # ``x`` may be a view of what is known: then it is not added to the tensors in
+        # which rows are found.
+        if self.find(x) is not None:
+            self._facts[x] = self._with_value_key(facts)
+        else:
+            self.set(x, facts)
+
+    def add_argument(self, x: Tensor, facts: TensorFacts) -> None:
+        """Notes the facts about an argument of the step.
+
+        Of memory that several leaves share, the first one's stay; it is flat if one of
+        the leaves has several dims.
+        """
+        before = self.find(x)
         if before is None or before.kind is Kind.K:
-            self.put(x, seen)
-        elif seen.flat and not before.flat:
-            self.put(x, before._replace(flat=True))
+            self.set(x, facts)
+        elif facts.flat and not before.flat:
+            self.set(x, before._replace(flat=True))
 
 
-def digest_of(x: Tensor) -> Any:
-    """A digest of a constant's values; None where it has none."""
+def constant_digest(x: Tensor) -> tuple[tuple[int, ...], Hashable] | None:
+    """Returns a digest of a constant's values; None where it has no data."""
     if not has_values(x) or _torch.is_wrapped(x):
         return None
     with _torch.beneath_all_modes():
@@ -199,56 +263,73 @@ def digest_of(x: Tensor) -> Any:
 
 
 class Origin(NamedTuple):
-    """The operator that an autograd node is of.
+    """The operator of the forward pass that an autograd node belongs to.
 
-    ``trusted``: the library called it, or the type check knows it as the library does;
-    ``of_pairs``: it takes one number of each pair.
+    Args:
+        name: the operator's name.
+        line: the line that called it.
+        trusted: whether the library called it, or the type check has allowed it.
+        of_pairs: whether it takes one number of each pair.
     """
 
     name: str
-    where: str
+    line: str
     trusted: bool
     of_pairs: bool = False
 
 
-class Nodes:
-    """The operator of each autograd node, and the nodes of the bodies of units."""
+class AutogradNodes:
+    """The operator of each autograd node, and which nodes belong to bodies of units.
+
+    A node is known by its sequence number: torch numbers the nodes of a thread in the
+    order in which they are made, and gives the numbers back in the backward pass.
+    """
 
     def __init__(self) -> None:
         self._counted = self._outside = _torch.next_sequence_number()
         self._origins: dict[int, Origin] = {}
-        self._starts: list[int] = []  # of bodies, in order; and their ends
-        self._ends: list[int] = []
-        self._within: set[int] = set()  # of derivatives of bodies
+        self._starts: list[int] = []  # the first number of each unit's body, in order
+        self._ends: list[int] = []  # and the one behind its last
+        self._within: set[int] = set()  # numbers of derivatives of bodies
 
-    def new(self) -> range:
-        """Those made since the last time: of each ``torch.func`` level one."""
+    def new_numbers(self) -> range:
+        """Returns the numbers given out since the last call.
+
+        An operator has one of them for each level of ``torch.func``.
+        """
         start, self._counted = self._counted, _torch.next_sequence_number()
         if _torch.takes_tangents():
             self._outside = self._counted
         return range(start, self._counted)
 
-    def of_function(self) -> range:
-        """Those made since an operator ran outside every ``autograd.Function``.
+    def function_numbers(self) -> range:
+        """Returns the numbers given out since the last operator outside a Function.
 
-        In a Function's forward its own node is among them, which is made just before;
-        of the others no tensor comes out.
+        In the forward of an ``autograd.Function`` its own node is among them, as torch
+        makes it just before. No tensor that has one of the others leaves the Function.
         """
         return range(self._outside, _torch.next_sequence_number())
 
-    def body(self, start: int) -> None:
-        """All since ``start`` are of a unit's body."""
-        while self._starts and self._starts[-1] >= start:  # those of units within it
+    def mark_unit_body(self, start: int) -> None:
+        """Notes that all numbers from ``start`` on belong to a unit's body."""
+        # Bodies of units within it are parts of it.
+        while self._starts and self._starts[-1] >= start:
             self._starts.pop()
             self._ends.pop()
         self._starts.append(start)
         self._ends.append(_torch.next_sequence_number())
 
-    def came_from(self, numbers: range, origin: Origin) -> None:
+    def set_origin(self, numbers: range, origin: Origin) -> None:
+        """Notes the operator that nodes of these numbers belong to."""
         self._origins.update(dict.fromkeys(numbers, origin))
 
-    def in_a_body(self, node: Any, numbers: range) -> bool:
-        """True if a node is of a unit's body; so are ``numbers``, which it makes."""
+    def is_in_unit_body(self, node: Node, numbers: range) -> bool:
+        """Returns whether a node belongs to a unit's body.
+
+        Args:
+            node: the node whose backward runs.
+            numbers: those of the nodes that its backward makes, which belong there too.
+        """
         number = _torch.sequence_number(node)
         i = bisect_right(self._starts, number)
         if i and number < self._ends[i - 1] or number in self._within:
@@ -256,140 +337,194 @@ class Nodes:
             return True
         return False
 
-    def origin(self, node: Any, numbers: range = range(0)) -> Origin | None:
-        """The operator that a node is of; ``numbers``, that it makes, are then too."""
+    def origin(self, node: Node | None, numbers: range = range(0)) -> Origin | None:
+        """Returns the operator that a node belongs to.
+
+        Args:
+            numbers: those of the nodes that its backward makes, which belong to the
+                same operator.
+        """
         if node is None:
             return None
         found = self._origins.get(_torch.sequence_number(node))
         if found is not None:
-            self.came_from(numbers, found)
+            self.set_origin(numbers, found)
         return found
 
 
-def keeps_pairs(x: Tensor, y: Tensor) -> bool:
-    """True if a view ``y`` shows all pairs of ``x``, or the same number of each."""
+def view_keeps_pairs(x: Tensor, y: Tensor) -> bool:
+    """Returns whether view ``y`` shows all pairs of ``x``, or one number of each."""
     x, y = _torch.unwrapped(x), _torch.unwrapped(y)
     if y.shape == x.shape:
         return y.stride() == x.stride()
     if y.shape != x.shape[:-1]:
         return False
-    which = int(y.storage_offset()) - int(x.storage_offset())
-    return y.is_complex() or y.stride() == x.stride()[:-1] and which in (0, 1)
+    number = int(y.storage_offset()) - int(x.storage_offset())
+    return y.is_complex() or y.stride() == x.stride()[:-1] and number in (0, 1)
 
 
-def operand(x: Tensor, seen: Seen) -> Operand:
-    """A tensor of which something is known."""
-    number = seen.uniform or x.numel() == 1
-    if not number:
-        steps = x.stride() if x.layout == torch.strided else (0,)
-        number = 0 in steps and all(
-            n == 1 or step == 0 for n, step in zip(x.shape, steps, strict=False)
+def operand_of(x: Tensor, facts: TensorFacts) -> Operand:
+    """Returns what `types.result_kind` asks of a tensor."""
+    is_one_number = facts.uniform or x.numel() == 1
+    if not is_one_number:
+        # One number that was expanded: all dims of several elements have stride 0.
+        strides = x.stride() if x.layout == torch.strided else (0,)
+        is_one_number = 0 in strides and all(
+            n == 1 or stride == 0 for n, stride in zip(x.shape, strides, strict=False)
         )
-    return Operand(seen.kind, number, tuple(x.shape))
+    return Operand(facts.kind, is_one_number, tuple(x.shape))
 
 
 # Rows of own tensors, found by their memory
 
-_SEVERAL = 4  # of fewer rows the halves are single rows too
+# Of fewer rows a half is a single row too: there only a run with each row twice tells
+# a loop over rows from halves.
+_SEVERAL = 4
 
 
-class _Own(NamedTuple):
-    """A rank's own tensor: its offset in memory, and the stride of its rows."""
+class _OwnTensor(NamedTuple):
+    """A rank's own tensor in memory.
 
-    value: int
+    Args:
+        value_key: the key of its value.
+        name: what to call it.
+        start: the element of the storage at which it begins.
+        stop: the one behind its last.
+        rows: the number of its rows.
+        row_stride: the stride from row to row.
+    """
+
+    value_key: int
     name: str
     start: int
     stop: int
     rows: int
-    step: int
+    row_stride: int
 
 
 class OwnTensors:
     """The rank's own tensors in a step, by their memory, in which views are found.
 
-    Rows are along dim 0, along which a batch is cut among the ranks. ``were_picked``:
-    whether the step took a part of one.
+    Rows are along dim 0, along which a batch is cut among the ranks.
+
+    Attributes:
+        were_sliced: whether the step took a part of one.
     """
 
     def __init__(self) -> None:
-        self._own = StorageTable[list[_Own]]()
-        self._lengths: dict[int, int] = {}
-        self.were_picked = False
+        self._tensors = StorageTable[list[_OwnTensor]]()
+        self._lengths: dict[int, int] = {}  # by the key of a value: its rows
+        self.were_sliced = False
 
     def add(self, x: Tensor, value: int, name: str) -> None:
-        """An own tensor that fills its memory, or a range of it."""
+        """Adds an own tensor that fills its memory, or a range of it.
+
+        One that is a part of another is left out: it is a view of rows.
+        """
         if x.layout != torch.strided or not x.ndim or not x.numel():
             return
         start, stop = _span(x)
-        new = _Own(value, name, start, stop, x.shape[0], x.stride(0))
-        found = self._own.get(x) or []
-        within = [own for own in found if own.start <= start and stop <= own.stop]
-        if any((own.start, own.stop) != (start, stop) for own in within):
-            return  # it is a part of one
-        kept = [own for own in found if own.stop <= start or stop <= own.start]
-        self._own[x] = [*kept, new]
+        new = _OwnTensor(value, name, start, stop, x.shape[0], x.stride(0))
+        tensors = self._tensors.get(x) or []
+        within = [
+            tensor
+            for tensor in tensors
+            if tensor.start <= start and stop <= tensor.stop
+        ]
+        if any((tensor.start, tensor.stop) != (start, stop) for tensor in within):
+            return
+        others = [
+            tensor for tensor in tensors if tensor.stop <= start or stop <= tensor.start
+        ]
+        self._tensors[x] = [*others, new]
 
     def rows(self, x: Tensor) -> Rows | None:
-        """The rows of an own tensor that a view of its memory shows; None: all."""
-        found = self._own.get(x)
-        if not found or not x.numel():
+        """Returns the rows of an own tensor that a view of its memory shows.
+
+        None if it shows all of them, or is no view of one.
+        """
+        tensors = self._tensors.get(x)
+        if not tensors or not x.numel():
             return None
         start, stop = _span(x)
-        for own in found:
-            if own.step and own.start <= start and stop <= own.stop:
-                at = _rows(x, start - own.start, own)
-                if at is None:
+        for tensor in tensors:
+            if tensor.row_stride and tensor.start <= start and stop <= tensor.stop:
+                which = _visible_rows(x, start - tensor.start, tensor)
+                if which is None:
                     return None
-                self._lengths[own.value] = own.rows
-                return Rows(own.value, own.name, at)
+                self._lengths[tensor.value_key] = tensor.rows
+                return Rows(tensor.value_key, tensor.name, which)
         return None
 
-    def cover(self, gradient: Gradient) -> bool:
-        """True if a gradient is of all rows of each tensor that it was taken of.
+    def is_of_all_rows(self, gradient: Gradient) -> bool:
+        """Returns whether a gradient is of all rows of each tensor it was taken of.
 
-        Of rows that an index tensor chose nobody knows: of those it is not.
+        Which rows an index tensor chose is unknown: they count as one.
         """
-        seen: dict[int, int] = defaultdict(int)
+        counts: dict[int, int] = defaultdict(int)
         for rows in gradient.rows:
-            block = isinstance(rows.at, tuple) and len(rows.at) == 2
-            seen[rows.of] += rows.at[1] if block and type(rows.at[1]) is int else 1
-        return all(n >= self._lengths.get(of, n + 1) for of, n in seen.items())
+            is_block = isinstance(rows.which, tuple) and len(rows.which) == 2
+            counts[rows.tensor] += (
+                rows.which[1] if is_block and type(rows.which[1]) is int else 1
+            )
+        return all(
+            count >= self._lengths.get(tensor, count + 1)
+            for tensor, count in counts.items()
+        )
 
-    def lone(self, rows: Rows) -> bool:
-        """True if some rows are one alone, of several, or were chosen one by one."""
-        at = rows.at
-        if not (isinstance(at, tuple) and len(at) == 2 and type(at[1]) is int):
+    def is_single(self, rows: Rows) -> bool:
+        """Returns whether rows are a single one of several, or chosen one by one."""
+        which = rows.which
+        if not (isinstance(which, tuple) and len(which) == 2 and type(which[1]) is int):
             return True
-        few = self._lengths.get(rows.of, 0) < _SEVERAL
-        self.were_picked |= few
-        return at[1] == 1 and not few
+        has_few = self._lengths.get(rows.tensor, 0) < _SEVERAL
+        self.were_sliced |= has_few
+        return which[1] == 1 and not has_few
 
-    def picked(self, x: Tensor) -> None:
-        """Notes that the step took a part of a tensor, perhaps all of it."""
-        self.were_picked |= bool(self._own.get(x))
+    def note_slice(self, x: Tensor) -> None:
+        """Notes that the step took a part of an own tensor, perhaps all of it."""
+        self.were_sliced |= bool(self._tensors.get(x))
 
 
 def _span(x: Tensor) -> tuple[int, int]:
-    """The range of memory, in elements, of a tensor's elements."""
+    """Returns the range of its storage, in elements, that a tensor's elements span."""
     start = int(x.storage_offset())
     if x.is_contiguous():
         return start, start + x.numel()
     reach = sum(
-        (int(n) - 1) * int(step) for n, step in zip(x.shape, x.stride(), strict=True)
+        (int(size) - 1) * int(stride)
+        for size, stride in zip(x.shape, x.stride(), strict=True)
     )
     return start, start + reach + 1
 
 
-def _rows(x: Tensor, start: int, own: _Own) -> Any:
-    """The first row and how many follow it, or how; None: they are all there."""
-    steps, reach = [], 1
-    for n, step in zip(x.shape, x.stride(), strict=True):
-        if step % own.step == 0 and 0 < step // own.step < own.rows:
-            steps.append((step // own.step, n))
-        elif own.step > step and (n - 1) * step >= own.step:  # of several dims as one
-            steps.append((1, -(-n * step // own.step)))
-    for step, n in sorted(steps):
-        if step > reach and n > 1:
-            return start // own.step % own.rows, tuple(sorted(steps))
-        reach += (n - 1) * step
-    return None if reach >= own.rows else (start // own.step % own.rows, reach)
+def _visible_rows(x: Tensor, start: int, tensor: _OwnTensor) -> RowChoice | None:
+    """Returns (the first row, how many follow) for a view; None if it shows all rows.
+
+    Where the view skips some, its dims along the rows stand in place of their number,
+    as (stride in rows, size).
+
+    Args:
+        x: the view.
+        start: its first element, from the beginning of the own tensor.
+        tensor: the tensor.
+    """
+    dims, row_count = [], 1
+    for size, stride in zip(x.shape, x.stride(), strict=True):
+        if (
+            stride % tensor.row_stride == 0
+            and 0 < stride // tensor.row_stride < tensor.rows
+        ):
+            dims.append((stride // tensor.row_stride, size))
+        # A dim that runs over several rows, as ``flatten`` makes one of two.
+        elif tensor.row_stride > stride and (size - 1) * stride >= tensor.row_stride:
+            dims.append((1, -(-size * stride // tensor.row_stride)))
+    for stride, size in sorted(dims):
+        if stride > row_count and size > 1:
+            return start // tensor.row_stride % tensor.rows, tuple(sorted(dims))
+        row_count += (size - 1) * stride
+    return (
+        None
+        if row_count >= tensor.rows
+        else (start // tensor.row_stride % tensor.rows, row_count)
+    )

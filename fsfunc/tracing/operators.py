@@ -1,9 +1,14 @@
-"""Torch's operators: classes, arguments, FLOPs. `_torch.OperatorMode` sees them run."""
+"""torch's operators: their classes (elementwise, a sum, ...), arguments and FLOPs.
+
+`class_of` reads torch's tags where they say enough, and the tables below where not. The
+type check types results by these classes, pipelines and plans count FLOPs by `FLOPS`.
+Modes that see operators run derive from `_torch.OperatorMode`.
+"""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -11,17 +16,18 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
-from fsfunc import _torch
+from fsfunc import _torch, tree
 from fsfunc._torch import OperatorMode
 
-_ALIKE = {"zeros_like", "ones_like", "full_like", "empty_like"}
-# Views of a row that mean another thing where the leaf has dims.
-TURNS = {"t", "transpose", "permute"}
+_LIKE_FIRST = {"zeros_like", "ones_like", "full_like", "empty_like"}
+# Views that do nothing to a part, which is 1-D, but transpose the whole leaf.
+TRANSPOSES = {"t", "transpose", "permute"}
 COPIES = {"copy", "clone", "alias", "contiguous", "detach", "lift_fresh"}
-# What torch tags as pointwise, and gives one number for all elements.
+# torch tags it as pointwise, and it gives one answer for all elements.
 _NOT_ELEMENTWISE = {"equal"}
-# By the field of a class: the operators that are so, whatever torch's tags say.
-_KNOWN = {
+# By the field of `OperatorClass`: the operators for which it is set, whatever torch's
+# tags say. tests/tracing/test_operators.py tries each entry.
+_OPERATORS_BY_FIELD: dict[str, set[str]] = {
     "elementwise": {
         "copy", "_to_copy", "to", "fill", "zero", "lift_fresh", "contiguous",
         "type_as", "_fused_adamw", "_fused_adam", "_fused_sgd", "_fused_adagrad",
@@ -29,9 +35,10 @@ _KNOWN = {
         "huber_loss", "huber_loss_backward", "mse_loss", "mse_loss_backward",
         "log_sigmoid_forward", "log_sigmoid_backward", "threshold",
         "threshold_backward", "floor_divide", "rsub", "hardswish",
-        "hardswish_backward", "complex", "polar", "alias_copy", "detach_copy", *_ALIKE,
+        "hardswish_backward", "complex", "polar", "alias_copy", "detach_copy",
+        *_LIKE_FIRST,
     },
-    "alike": _ALIKE,
+    "alike": _LIKE_FIRST,
     "factory": {
         "new_zeros", "new_ones", "new_full", "new_empty", "new_empty_strided",
         "_new_zeros_with_same_feature_meta", "zeros", "ones", "full",
@@ -65,7 +72,9 @@ class OperatorClass:
         factory: whether it makes a tensor of any shape from no tensor.
         joins: whether it concatenates tensors.
         picks: whether it returns a view of some elements, chosen by their places.
-        sums, adds, scales: whether it is linear in what it reduces, adds or scales.
+        sums: whether it reduces by a sum, and so is linear in what it reduces.
+        adds: whether it adds or subtracts, and so is linear in both.
+        scales: whether it is linear in what it scales.
     """
 
     name: str
@@ -81,10 +90,11 @@ class OperatorClass:
 
 
 @functools.cache
-def class_of(operator: Any) -> OperatorClass:
-    """The class of an operator, by its tags where torch gives them, else by its name.
+def class_of(operator: _torch.OpOverload) -> OperatorClass:
+    """Returns the class of an operator, by torch's tags, and by its name.
 
-    What neither says to be elementwise is not.
+    What neither says to be elementwise is taken not to be: a wrong refusal is better
+    than a wrong number.
 
     >>> class_of(torch.ops.aten.tanh.default).elementwise
     True
@@ -95,47 +105,59 @@ def class_of(operator: Any) -> OperatorClass:
     name = packet.__name__
     base = name[:-1] if name.endswith("_") and not name.endswith("__") else name
     tags = set(operator.tags)
-    if base != name:  # one in place has the tags of the other, where there is one
-        plain = getattr(torch.ops.aten, base, None)
-        same = getattr(plain, operator._overloadname, None) if plain else None
-        tags |= set(getattr(same, "tags", ()))
-    known = {field: base in names for field, names in _KNOWN.items()}
+    # torch tags ``add`` and leaves out ``add_``: one in place has the tags of both.
+    if base != name:
+        packet_of_base = getattr(torch.ops.aten, base, None)
+        functional = (
+            getattr(packet_of_base, operator._overloadname, None)
+            if packet_of_base
+            else None
+        )
+        tags |= set(getattr(functional, "tags", ()))
+    fields = {field: base in names for field, names in _OPERATORS_BY_FIELD.items()}
     pointwise = torch.Tag.pointwise in tags and base not in _NOT_ELEMENTWISE
-    known["elementwise"] |= pointwise or _each_is_elementwise(base)
+    fields["elementwise"] |= pointwise or _is_elementwise_over_lists(base)
     random = torch.Tag.nondeterministic_seeded in tags
-    return OperatorClass(name=base, random=random, **known)
+    return OperatorClass(name=base, random=random, **fields)
 
 
-def _each_is_elementwise(name: str) -> bool:
-    """True if an operator over lists is elementwise at each position."""
+def _is_elementwise_over_lists(name: str) -> bool:
+    """Returns whether an operator over lists is elementwise at each position."""
     if not name.startswith("_foreach_"):
         return False
-    one: Any = getattr(torch.ops.aten, name.removeprefix("_foreach_"), None)
-    ways = [] if one is None else [getattr(one, way) for way in one.overloads()]
-    found = [
-        class_of(way).elementwise
-        for way in ways
-        if "out" not in way._overloadname and _of_a_tensor(way)
+    packet: Any = getattr(torch.ops.aten, name.removeprefix("_foreach_"), None)
+    overloads = (
+        []
+        if packet is None
+        else [getattr(packet, overload) for overload in packet.overloads()]
+    )
+    elementwise = [
+        class_of(overload).elementwise
+        for overload in overloads
+        if "out" not in overload._overloadname and _of_a_tensor(overload)
     ]
-    return bool(found) and all(found)
+    return bool(elementwise) and all(elementwise)
 
 
-def _of_a_tensor(operator: Any) -> bool:
-    given = operator._schema.arguments
-    return bool(given) and str(given[0].type) == "Tensor"
+def _of_a_tensor(operator: _torch.OpOverload) -> bool:
+    """Returns whether the first argument of an operator is one tensor."""
+    parameters = operator._schema.arguments
+    return bool(parameters) and str(parameters[0].type) == "Tensor"
 
 
-def class_of_call(operator: Any, args: Any, kwargs: Any) -> OperatorClass:
-    """The class of one call: a loss that is reduced is not elementwise.
+def class_of_call(
+    operator: _torch.OpOverload, args: _torch.Args, kwargs: _torch.Kwargs
+) -> OperatorClass:
+    """Returns the class of one call: a loss that is reduced is not elementwise.
 
     >>> x = torch.ones(2)
     >>> class_of_call(torch.ops.aten.mse_loss.default, (x, x), {}).elementwise
     False
     """
     op = class_of(operator)
-    if op.elementwise and _reduces(operator):
-        said = _torch.arguments_of(operator, args, kwargs)
-        return replace(op, elementwise=said["reduction"] == _NO_REDUCTION)
+    if op.elementwise and _has_reduction(operator):
+        arguments = _torch.arguments_of(operator, args, kwargs)
+        return replace(op, elementwise=arguments["reduction"] == _NO_REDUCTION)
     return op
 
 
@@ -143,13 +165,15 @@ _NO_REDUCTION = 0
 
 
 @functools.cache
-def _reduces(operator: Any) -> bool:
-    """True if an operator has a ``reduction``: the sum or mean of its results."""
+def _has_reduction(operator: _torch.OpOverload) -> bool:
+    """Returns whether an operator has an argument ``reduction``, such as "mean"."""
     return any(a.name == "reduction" for a in operator._schema.arguments)
 
 
-def draws(operator: Any, args: Any, kwargs: Any) -> bool:
-    """True if a call draws of a default generator: not of a dropout of 0.
+def draws(
+    operator: _torch.OpOverload, args: _torch.Args, kwargs: _torch.Kwargs
+) -> bool:
+    """Returns whether a call draws from a default generator; a dropout of 0 does not.
 
     >>> x = torch.ones(2)
     >>> draws(torch.ops.aten.bernoulli.default, (x,), {})
@@ -162,24 +186,28 @@ def draws(operator: Any, args: Any, kwargs: Any) -> bool:
     return _torch.arguments_of(operator, args, kwargs).get("generator") is None
 
 
-def is_random(operator: Any, args: Any, kwargs: Any) -> bool:
-    """True if a call draws of any generator."""
+def is_random(
+    operator: _torch.OpOverload, args: _torch.Args, kwargs: _torch.Kwargs
+) -> bool:
+    """Returns whether a call draws from any generator."""
     if torch.Tag.nondeterministic_seeded not in operator.tags:
         return False
-    said = _torch.arguments_of(operator, args, kwargs)
-    return all(said[name] != 0 for name in ("p", "dropout_p") if name in said)
+    arguments = _torch.arguments_of(operator, args, kwargs)
+    return all(arguments[name] != 0 for name in ("p", "dropout_p") if name in arguments)
 
 
 class DrawsWithin(OperatorMode):
-    """Adds ``name`` to ``found`` if what runs inside draws of a default generator."""
+    """Adds ``name`` to ``names`` if what runs inside draws from a default generator."""
 
-    def __init__(self, found: set[str], name: str):
+    def __init__(self, names: set[str], name: str):
         super().__init__()
-        self.found, self.name = found, name
+        self.names, self.name = names, name
 
-    def operator(self, func: Any, args: Any, kwargs: Any) -> Any:
+    def operator(
+        self, func: _torch.OpOverload, args: _torch.Args, kwargs: _torch.Kwargs
+    ) -> Any:
         if draws(func, args, kwargs):
-            self.found.add(self.name)
+            self.names.add(self.name)
         return func(*args, **kwargs)
 
 
@@ -189,18 +217,30 @@ class DrawsWithin(OperatorMode):
 OF_LISTS = ("aten::_foreach_", "aten::_fused_")
 
 
-def rows(args: Any, kwargs: Any, made: list[Tensor]) -> list[tuple[list[Any], Any]]:
-    """Arguments and results of an operator over lists, at each position."""
-    every = [*args, *kwargs.values()]
-    n = len(args[0])
-    lists = [x for x in every if isinstance(x, (list, tuple)) and len(x) == n]
-    others = [x for x in every if not isinstance(x, (list, tuple))]
-    results = [made[i::n] for i in range(n)] if len(made) % n == 0 else [made] * n
-    return [([*(x[i] for x in lists), *others], results[i]) for i in range(n)]
+def by_position(
+    args: _torch.Args, kwargs: _torch.Kwargs, made: list[Tensor]
+) -> list[tuple[list[Any], list[Tensor]]]:
+    """Returns (arguments, results) of an operator over lists, for each position.
+
+    Args:
+        made: all results, in the order of torch: by result, and then by position.
+    """
+    arguments = [*args, *kwargs.values()]
+    count = len(args[0])
+    lists = [x for x in arguments if isinstance(x, (list, tuple)) and len(x) == count]
+    others = [x for x in arguments if not isinstance(x, (list, tuple))]
+    results = (
+        [made[i::count] for i in range(count)]
+        if len(made) % count == 0
+        else [made] * count
+    )
+    return [([*(x[i] for x in lists), *others], results[i]) for i in range(count)]
 
 
-def names_dims(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
-    """True if an operator is given dims to work along."""
+def names_dims(
+    func: _torch.OpOverload, args: _torch.Args, kwargs: _torch.Kwargs
+) -> bool:
+    """Returns whether a call names dims to work along."""
     for i, name in _dims_of(func):
         x = args[i] if i < len(args) else kwargs.get(name)
         if x not in (None, [], ()):
@@ -209,83 +249,98 @@ def names_dims(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
 
 
 @functools.cache
-def _dims_of(func: Any) -> list[tuple[int, str]]:
-    """The places of arguments that are dims to work along, and their names."""
+def _dims_of(func: _torch.OpOverload) -> list[tuple[int, str]]:
+    """Returns the positions and names of the arguments that are dims to work along."""
     names = enumerate(a.name for a in func._schema.arguments)
     return [(i, name) for i, name in names if name in ("dim", "dims")]
 
 
-def number(x: Any) -> Any:
-    """A comparable value for an argument that is no tensor."""
+def comparable(x: tree.Leaf) -> Hashable:
+    """Returns a value to compare for an argument that is no tensor."""
     if isinstance(x, torch.Generator):
         return "generator", x.initial_seed()
     simple = isinstance(x, (bool, int, float, complex, str, type(None)))
     return x if simple else type(x).__name__
 
 
-def shown(x: Tensor) -> Any:
-    """Offset, shape and strides of a tensor that shows only a part of its memory."""
+def partial_view(x: Tensor) -> tuple[Hashable, ...] | None:
+    """Returns a tensor's offset, shape and strides; None if it shows all its memory."""
     if x.layout != torch.strided or x.nbytes == x.untyped_storage().nbytes():
         return None
     return x.storage_offset(), tuple(x.shape), x.stride()
 
 
-def flat(values: Any) -> list[Any]:
-    """The elements of nested lists, as one list."""
-    found: list[Any] = []
+def flatten_lists(values: tree.PyTree) -> list[tree.Leaf]:
+    """Returns the elements of nested lists, tuples and dicts, as one list.
+
+    It runs for every operator and is faster than ``tree.leaves``, for these alone.
+    """
+    elements: list[tree.Leaf] = []
     if isinstance(values, dict):
         values = values.values()
     elif not isinstance(values, (tuple, list)):
         return [values]
-    if _SINGLE.issuperset(map(type, values)):
+    if _NOT_NESTED.issuperset(map(type, values)):
         return list(values)
     for x in values:
-        if type(x) not in _SINGLE and isinstance(x, (tuple, list, dict)):
-            found += flat(x)
+        if type(x) not in _NOT_NESTED and isinstance(x, (tuple, list, dict)):
+            elements += flatten_lists(x)
         else:
-            found.append(x)
-    return found
+            elements.append(x)
+    return elements
 
 
-_SINGLE = {Tensor, _torch.FakeTensor, int, float, bool, str, type(None), torch.dtype}
+# What holds no other values, found without looking for a base class.
+_NOT_NESTED: set[type] = {
+    Tensor,
+    _torch.FakeTensor,
+    int,
+    float,
+    bool,
+    str,
+    type(None),
+    torch.dtype,
+}
 
 
 # FLOPs
 
 
-def _product(*given: Any, **_: Any) -> int:
-    """Two for each element of the first factor, and each column of the second.
+def _product_flops(*arguments: Any, **_: Any) -> int:
+    """Returns two for each element of the first factor and each column of the second.
 
-    torch's own formulas give the same, and flatten and copy the arguments for it.
+    torch's own formulas give the same, but flatten and copy the arguments first.
     """
-    a, b = [x for x in given if isinstance(x, Tensor)][-2:]
+    a, b = [x for x in arguments if isinstance(x, Tensor)][-2:]
     return 2 * a.numel() * b.shape[-1]
 
 
-def _attention(q: Any, k: Any, v: Any, *_: Any, **__: Any) -> int:
-    """q k^T and then (that) v, for each batch entry and head."""
-    rows = q.shape[:-1].numel()
-    return 2 * rows * k.shape[-2] * (k.shape[-1] + v.shape[-1])
+def _attention_flops(q: Tensor, k: Tensor, v: Tensor, *_: Any, **__: Any) -> int:
+    """Counts q k^T, and that times v, for each batch entry and head."""
+    by_position = q.shape[:-1].numel()
+    return 2 * by_position * k.shape[-2] * (k.shape[-1] + v.shape[-1])
 
 
-def _grouped(a: Any, b: Any, *_: Any, **__: Any) -> int:
-    """Each row, or each column, times those of its own group alone."""
+def _grouped_product_flops(a: Tensor, b: Tensor, *_: Any, **__: Any) -> int:
+    """Counts each row, or each column, times the matrix of its own group alone."""
     pairs = a.shape[0] if a.ndim == b.ndim == 3 else 1
     return 2 * pairs * a.shape[-2] * a.shape[-1] * b.shape[-1]
 
 
-def _attention_backward(g: Any, q: Any, k: Any, v: Any, *_: Any, **__: Any) -> int:
-    """The scores again, and the gradients of v, of the scores, of q and of k."""
-    rows, keys = q.shape[:-1].numel(), k.shape[-2]
-    return 2 * rows * keys * (3 * q.shape[-1] + 2 * v.shape[-1])
+def _attention_backward_flops(
+    g: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any, **__: Any
+) -> int:
+    """Counts the scores again, and the gradients of v, of the scores, of q and of k."""
+    by_position, keys = q.shape[:-1].numel(), k.shape[-2]
+    return 2 * by_position * keys * (3 * q.shape[-1] + 2 * v.shape[-1])
 
 
 _PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "addmm_", "baddbmm_", "addbmm", "addbmm_")
 # torch counts nothing for the first three, and for products that are added in place.
-FLOPS: dict[Any, Any] = {
-    _torch.CPU_ATTENTION: _attention,
-    _torch.CPU_ATTENTION_BACKWARD: _attention_backward,
-    _torch.GROUPED_PRODUCT: _grouped,
+FLOPS: dict[_torch.OpOverloadPacket, Callable[..., int]] = {
+    _torch.CPU_ATTENTION: _attention_flops,
+    _torch.CPU_ATTENTION_BACKWARD: _attention_backward_flops,
+    _torch.GROUPED_PRODUCT: _grouped_product_flops,
     **flop_registry,
-    **{getattr(torch.ops.aten, name): _product for name in _PRODUCTS},
+    **{getattr(torch.ops.aten, name): _product_flops for name in _PRODUCTS},
 }

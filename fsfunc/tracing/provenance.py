@@ -1,10 +1,16 @@
-"""Provenance of values: rows of own tensors, and gradients averaged over ranks.
+"""Provenance of values: of which rows, and of which averaged gradients they are made.
 
-Under ``shard`` a gradient by parameters is the mean over the ranks. One that is taken
-of row i, in a loop over rows, is that of row i of every rank. What is linear in such
-gradients may be summed over the rows all the same. What is not (a norm, a clipped
-gradient, the loss of a task's own step) would be that of a mean, where on one device it
-is that of a row; it may be, as long as nothing sums it up over the rows.
+This is for the rule "rows". Under ``shard`` a gradient by parameters is the mean over
+the ranks. In a loop over rows, the gradient of row i is the mean of those of row i of
+every rank:
+
+    one device, 4 rows      g0, g1, g2, g3                  sum(clip(g) for g in ...)
+    2 ranks, 2 rows each    (g0 + g2) / 2, (g1 + g3) / 2    another number
+
+What is linear in such gradients may be summed over the rows all the same. What is not
+(a norm, a clipped gradient, the loss of a task's own step) is that of a mean here,
+where on one device it is that of a row. It is refused where it meets that of other
+rows.
 """
 
 from __future__ import annotations
@@ -14,7 +20,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import combinations
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 from torch import Tensor
 
@@ -22,69 +28,88 @@ from fsfunc.tracing.operators import COPIES, OperatorClass
 
 
 class Rows(NamedTuple):
-    """Some, not all, rows of an own tensor.
+    """Some, not all, rows of a rank's own tensor.
 
     Args:
-        of: which tensor, as a value; ``name``: what to call it; ``at``: which rows.
+        tensor: the key of the tensor's value.
+        name: what to call the tensor.
+        which: which rows: (the first, their number), (the first, how they lie) where a
+            view skips some, or a key where an index tensor or a constant chose them.
     """
 
-    of: int
+    tensor: int
     name: str
-    at: Any
+    which: RowChoice
 
 
 @dataclass(frozen=True)
 class Gradient:
-    """A gradient that is the ranks' mean, as what was made of it remembers it.
+    """A gradient that is the ranks' mean, as part of what a value is made of.
 
     Args:
-        by: which value it is by.
-        rows: the rows of own tensors that it was taken of.
-        shares: of a sum, how much of which rows there is; None where nobody knows.
-        stacked: the stride and size of the dim along which those of several rows lie
-            side by side, if they do; of no dim that is left, where it is not known.
-        loss: whether it is the loss itself, a mean as its gradient is.
-        bent: whether an operator has changed it that is not linear; ``where``: which.
+        variable: the key of the value that it is by.
+        rows: the rows of ranks' own tensors that it was taken of.
+        shares: of a sum, how much of which rows is in it; None where that is unknown.
+        stacked: the dim along which gradients of several rows lie side by side, if they
+            do; `UNKNOWN` where that dim was lost.
+        is_loss: whether it is the loss itself, which is a mean as its gradient is.
+        is_changed: whether an operator that is not linear has changed it.
+        line: that operator and its line.
     """
 
-    by: int
+    variable: int
     rows: frozenset[Rows]
     shares: Shares | None = None
-    stacked: Along | None = None
-    loss: bool = False
-    bent: bool = False
-    where: str = field(default="", compare=False)
+    stacked: DimKey | None = None
+    is_loss: bool = False
+    is_changed: bool = False
+    line: str = field(default="", compare=False)
 
-    def other_rows(self, other: Gradient) -> Rows | None:
-        """Some rows, where both are of one tensor, but not of the same rows of it.
+    def unlike_rows(self, other: Gradient) -> Rows | None:
+        """Returns rows that one is of and the other is not, of a tensor of both.
 
-        Or not of as much of each.
+        Also where both are of the same rows, but not of as much of each. None if they
+        may be combined.
         """
         for rows in self.rows ^ other.rows:
-            both = (any(r.of == rows.of for r in one.rows) for one in (self, other))
+            both = (
+                any(r.tensor == rows.tensor for r in one.rows) for one in (self, other)
+            )
             if all(both):
                 return rows
         if self.shares is None or other.shares is None:
-            # Of a multiple that nobody knows: rows of tensors that may be the same ones
-            # in another order, as flipped or rolled.
+            # How much of which rows is in them is unknown. They are unlike even if they
+            # are of rows of unlike tensors: one may have the rows of the other in
+            # another order, as flipped or rolled.
             unlike = bool(other.rows) and self.rows != other.rows
         else:
             unlike = not _proportional(self.shares, other.shares)
         return min(self.rows, key=str) if self.rows and unlike else None
 
 
-Along = tuple[int, int]  # a dim by its stride and size: views move it, and keep these
-UNKNOWN: Along = (0, 0)
-Shares = frozenset[tuple[frozenset[Rows], float]]
+# A dim, by its stride and size: a view may move the dim, and keeps these.
+DimKey: TypeAlias = tuple[int, int]
+UNKNOWN: DimKey = (0, 0)
+Shares: TypeAlias = frozenset[tuple[frozenset[Rows], float]]
+RowChoice: TypeAlias = (
+    tuple[int, int | tuple[tuple[int, int], ...]] | tuple[object, ...]
+)
 
 
 def _proportional(some: Shares, others: Shares) -> bool:
-    one, other = dict(some), dict(others)
-    if one.keys() != other.keys():
+    """Returns whether one sum is a multiple of the other, as floats round."""
+    first_shares, second_shares = dict(some), dict(others)
+    if first_shares.keys() != second_shares.keys():
         return False
-    most = max(other, key=lambda k: abs(other[k]))
-    ratio, near = one[most] / (other[most] or 1), 1e-6 * max(map(abs, one.values()))
-    return all(abs(one[k] - ratio * other[k]) <= near for k in one)
+    largest = max(second_shares, key=lambda rows: abs(second_shares[rows]))
+    ratio, tolerance = (
+        first_shares[largest] / (second_shares[largest] or 1),
+        1e-6 * max(map(abs, first_shares.values())),
+    )
+    return all(
+        abs(first_shares[rows] - ratio * second_shares[rows]) <= tolerance
+        for rows in first_shares
+    )
 
 
 class Provenance(NamedTuple):
@@ -94,32 +119,44 @@ class Provenance(NamedTuple):
     gradients: frozenset[Gradient] = frozenset()
 
     def scaled(self, factor: float | None) -> Provenance:
-        """That of so many times it; None: of something else that is linear in it."""
-        if factor == 1 or all(g.shares is None for g in self.gradients):
-            return self
-        found = (replace(g, shares=_times(g.shares, factor)) for g in self.gradients)
-        return self._replace(gradients=frozenset(found))
-
-    def lying(self, how: Callable[[Along], Along | None]) -> Provenance:
-        """That of its elements in another order, or summed.
+        """Returns the provenance of a multiple.
 
         Args:
-            how: from where several rows lie to where they do then; None: to one sum.
+            factor: how many times it is; None for another function, linear in it.
+        """
+        if factor == 1 or all(g.shares is None for g in self.gradients):
+            return self
+        gradients = (
+            replace(g, shares=_scale_shares(g.shares, factor)) for g in self.gradients
+        )
+        return self._replace(gradients=frozenset(gradients))
+
+    def rearranged(self, moved_dim: Callable[[DimKey], DimKey | None]) -> Provenance:
+        """Returns the provenance of its elements in another order, or summed.
+
+        Args:
+            moved_dim: maps the dim along which several rows lie to where they lie then;
+                to None where they are summed.
         """
         if all(g.stacked is None for g in self.gradients):
             return self
-        found = (
-            g if g.stacked is None else replace(g, stacked=how(g.stacked))
+        gradients = (
+            g if g.stacked is None else replace(g, stacked=moved_dim(g.stacked))
             for g in self.gradients
         )
-        return self._replace(gradients=frozenset(found))
+        return self._replace(gradients=frozenset(gradients))
 
-    def changed(self, where: str) -> Provenance:
-        """That of a function of it that is not linear."""
-        if all(g.bent for g in self.gradients):
+    def changed_at(self, where: str) -> Provenance:
+        """Returns the provenance of a function that is not linear.
+
+        Args:
+            where: the function and its line, for messages.
+        """
+        if all(g.is_changed for g in self.gradients):
             return self
         bent = (
-            g if g.bent else replace(g, bent=True, where=where) for g in self.gradients
+            g if g.is_changed else replace(g, is_changed=True, line=where)
+            for g in self.gradients
         )
         return self._replace(gradients=frozenset(bent))
 
@@ -127,94 +164,132 @@ class Provenance(NamedTuple):
 NOTHING = Provenance()
 
 
-def _times(shares: Shares | None, factor: float | None) -> Shares | None:
+def _scale_shares(shares: Shares | None, factor: float | None) -> Shares | None:
     if shares is None or factor is None:
         return None
-    return frozenset((rows, much * factor) for rows, much in shares)
+    return frozenset((rows, amount * factor) for rows, amount in shares)
 
 
-def joined(given: Iterable[Provenance], stacked: Along | None = None) -> Provenance:
-    """That of what is made of several values: sums of gradients are one gradient.
+def join(
+    provenances: Iterable[Provenance], stacked: DimKey | None = None
+) -> Provenance:
+    """Returns the provenance of what is made of several values.
+
+    Gradients by one value become one gradient, the sum of them.
 
     Args:
-        stacked: where they are put side by side, if they are.
+        provenances: the provenance of each.
+        stacked: the dim along which they are put side by side, if they are.
     """
-    some = [x for x in given if x is not NOTHING]
-    if len(some) < 2:
-        return some[0] if some else NOTHING
-    rows = frozenset[Rows]().union(*(x.rows for x in some))
-    gradients = frozenset[Gradient]().union(*(x.gradients for x in some))
+    contributing = [x for x in provenances if x is not NOTHING]
+    if len(contributing) < 2:
+        return contributing[0] if contributing else NOTHING
+    rows = frozenset[Rows]().union(*(x.rows for x in contributing))
+    gradients = frozenset[Gradient]().union(*(x.gradients for x in contributing))
     if len(gradients) < 2:
         return Provenance(rows, gradients)
-    found = {g for g in gradients if g.bent}
-    for by in {g.by for g in gradients if not g.bent}:
-        terms = [g for x in some for g in x.gradients if g.by == by and not g.bent]
-        found.add(_sum(by, terms, stacked))
-    return Provenance(rows, frozenset(found))
+    joined_gradients = {g for g in gradients if g.is_changed}
+    for by in {g.variable for g in gradients if not g.is_changed}:
+        terms = [
+            g
+            for x in contributing
+            for g in x.gradients
+            if g.variable == by and not g.is_changed
+        ]
+        joined_gradients.add(_sum(by, terms, stacked))
+    return Provenance(rows, frozenset(joined_gradients))
 
 
-def _sum(by: int, terms: Sequence[Gradient], stacked: Along | None) -> Gradient:
-    """The gradient that a sum of several is, or that lie side by side."""
+def _sum(by: int, terms: Sequence[Gradient], stacked: DimKey | None) -> Gradient:
+    """Returns several gradients by one value as one: their sum, or all side by side."""
     rows = frozenset[Rows]().union(*(g.rows for g in terms))
-    before = next((g.stacked for g in terms if g.stacked is not None), None)
-    loss = all(g.loss for g in terms)
+    stacked_before = next((g.stacked for g in terms if g.stacked is not None), None)
+    loss = all(g.is_loss for g in terms)
     if stacked is not None and not loss:
-        if any(terms[0].other_rows(g) for g in terms):
-            before = stacked
+        if any(terms[0].unlike_rows(g) for g in terms):
+            stacked_before = stacked
     if stacked is not None or any(g.shares is None for g in terms):
-        return Gradient(by, rows, stacked=before, loss=loss)
+        return Gradient(by, rows, stacked=stacked_before, is_loss=loss)
     shares: dict[frozenset[Rows], float] = defaultdict(float)
     for g in terms:
-        for part, much in g.shares or ():
-            shares[part] += much
-    return Gradient(by, rows, frozenset(shares.items()), before, loss)
+        for part, amount in g.shares or ():
+            shares[part] += amount
+    return Gradient(by, rows, frozenset(shares.items()), stacked_before, loss)
 
 
-def met(given: Iterable[Provenance]) -> tuple[Gradient, Gradient, Rows] | None:
-    """Two gradients by one value, and rows that only one is of: neither is linear.
+def find_unlike(
+    provenances: Iterable[Provenance],
+) -> tuple[Gradient, Gradient, Rows] | None:
+    """Returns two gradients that may not be combined, and rows that only one is of.
 
-    Not those of which one value is made already: they have met before.
+    They are by one value, of unlike rows, and were both changed by what is not linear.
+    Gradients that one value is made of already are left out: they were combined before,
+    and were refused then if they had to be.
     """
-    each = {x.gradients for x in given if any(g.bent for g in x.gradients)}
+    each = {x.gradients for x in provenances if any(g.is_changed for g in x.gradients)}
     for some, others in combinations(each, 2):
-        for one in some - others:
-            for other in others - some:
-                if one.bent and other.bent and one.by == other.by:
-                    if (rows := one.other_rows(other)) is not None:
-                        return one, other, rows
+        for first in some - others:
+            for second in others - some:
+                if (
+                    first.is_changed
+                    and second.is_changed
+                    and first.variable == second.variable
+                ):
+                    if (rows := first.unlike_rows(second)) is not None:
+                        return first, second, rows
     return None
 
 
-def crossed(
-    given: Sequence[Provenance],
-    whole: Callable[[Gradient], bool],
-    lone: Callable[[Rows], bool],
+def find_crossed(
+    provenances: Sequence[Provenance],
+    is_of_all_rows: Callable[[Gradient], bool],
+    is_single: Callable[[Rows], bool],
 ) -> tuple[Gradient, Gradient, Rows] | None:
-    """Two gradients by one value, of single rows, that something not linear takes.
+    """Returns two gradients of single rows that an operator may not take together.
 
-    Or several that lie side by side. Halves of a batch are halves on every rank.
+    The operator is not linear in them. They are by one value, of unlike rows; or it is
+    one gradient, twice, with several rows side by side. Gradients of halves of a batch,
+    say, may meet: on each rank they are of that half of its rows.
 
     Args:
-        whole: whether a gradient is of all rows there are.
-        lone: whether rows are one alone, of several, or chosen one by one.
+        provenances: the provenance of each operand.
+        is_of_all_rows: returns whether a gradient is of all rows there are.
+        is_single: returns whether rows are a single one of several, or chosen one by
+            one.
     """
-    for x in given:
+    for x in provenances:
         for g in x.gradients:
-            if g.stacked is not None and not g.bent and any(map(lone, g.rows)):
+            if (
+                g.stacked is not None
+                and not g.is_changed
+                and any(map(is_single, g.rows))
+            ):
                 return g, g, min(g.rows, key=str)
-    for some, others in combinations(given, 2):
-        for one in some.gradients - others.gradients:
-            for other in others.gradients - some.gradients:
-                rows = one.other_rows(other) if one.by == other.by else None
-                known = whole(one) or whole(other) or (one.loss and other.loss)
-                if rows is not None and not known and any(map(lone, one.rows)):
-                    return one, other, rows
+    for some, others in combinations(provenances, 2):
+        for first in some.gradients - others.gradients:
+            for second in others.gradients - some.gradients:
+                rows = (
+                    first.unlike_rows(second)
+                    if first.variable == second.variable
+                    else None
+                )
+                may_meet = (
+                    is_of_all_rows(first)
+                    or is_of_all_rows(second)
+                    or (first.is_loss and second.is_loss)
+                )
+                if (
+                    rows is not None
+                    and not may_meet
+                    and any(map(is_single, first.rows))
+                ):
+                    return first, second, rows
     return None
 
 
 # By operator, which of its tensors it is linear in, if the others are constants; None:
 # in all of them. Of lists it is told by what it does at each place.
-_LINEAR: dict[str, tuple[int, ...] | None] = {
+_LINEAR_OPERANDS: dict[str, tuple[int, ...] | None] = {
     **dict.fromkeys(
         [
             "add", "sub", "rsub", "neg", "clone", "copy", "_to_copy", "to", "detach",
@@ -229,65 +304,77 @@ _LINEAR: dict[str, tuple[int, ...] | None] = {
     "gather": (0,), "take": (0,),
 }  # fmt: skip
 # By operator, from which of its tensors on it is linear in each one by itself.
-_FACTORS = {
+_FIRST_FACTOR = {
     **dict.fromkeys(["mul", "mm", "bmm", "mv", "dot", "vdot", "matmul"], 0),
     **dict.fromkeys(["addcmul", "addmm", "addmv", "addr", "baddbmm", "addbmm"], 1),
 }
 
 
-def nonlinear(
-    op: OperatorClass, given: Sequence[Any], marked: Sequence[bool]
+def is_nonlinear(
+    op: OperatorClass, arguments: Sequence[Any], marked: Sequence[bool]
 ) -> bool | None:
-    """True unless an operator is jointly linear in the marked ones of its tensors.
+    """Returns whether an operator is not jointly linear in its marked tensors.
 
-    None: what it makes has nothing to do with their values, or tells of them only
-    whether they are finite, as the mean does of each row.
+    None where its result does not depend on their values, or only on whether they are
+    finite: a mean is finite if all rows are.
+
+    Args:
+        op: the operator's class.
+        arguments: its arguments.
+        marked: by tensor among these, whether a gradient is in it.
     """
     name = op.name.removeprefix("_foreach_")
-    if op.alike or op.factory or name in _EQUALS and _asks_for_no_number(given):
+    if (
+        op.alike
+        or op.factory
+        or name in _COMPARISONS
+        and _compares_no_number(arguments)
+    ):
         return None
-    if name in _FACTORS:
-        return sum(marked[_FACTORS[name] :]) > 1
+    if name in _FIRST_FACTOR:
+        return sum(marked[_FIRST_FACTOR[name] :]) > 1
     if op.picks:
         return False
-    places = _LINEAR.get(name, ())
-    if places is None:
+    linear_positions = _LINEAR_OPERANDS.get(name, ())
+    if linear_positions is None:
         return False
-    return any(m for i, m in enumerate(marked) if i not in places)
+    return any(
+        is_marked for i, is_marked in enumerate(marked) if i not in linear_positions
+    )
 
 
-def factors(
-    op: OperatorClass, given: Sequence[Any], tensors: Sequence[Tensor]
+def linear_factors(
+    op: OperatorClass, arguments: Sequence[Any], tensors: Sequence[Tensor]
 ) -> list[float | None]:
-    """Multiples in which an operator adds each of its tensors; None if unknown."""
+    """Returns, by tensor, how many times an operator adds it; None where unknown."""
     name = op.name.removeprefix("_foreach_")
-    numbers = [x for x in given if isinstance(x, int | float)]
-    ways: dict[str, list[float | None]] = {}
+    numbers = [x for x in arguments if isinstance(x, int | float)]
+    factors_by_name: dict[str, list[float | None]] = {}
     if len(tensors) == 2:
-        by = float(numbers[0]) if numbers else 1.0
-        ways = {"add": [1.0, by], "sub": [1.0, -by]}
+        factor = float(numbers[0]) if numbers else 1.0
+        factors_by_name = {"add": [1.0, factor], "sub": [1.0, -factor]}
     elif len(tensors) == 1 and numbers:
-        by = float(numbers[0])
-        ways = {"add": [1.0], "sub": [1.0], "rsub": [-1.0], "mul": [by]}
-        ways["div"] = [1 / by if by else None]
+        factor = float(numbers[0])
+        factors_by_name = {"add": [1.0], "sub": [1.0], "rsub": [-1.0], "mul": [factor]}
+        factors_by_name["div"] = [1 / factor if factor else None]
     elif len(tensors) == 1:
-        ways = {"neg": [-1.0], "sum": [1.0], **dict.fromkeys(COPIES, [1.0])}
-    return ways.get(name, [None] * len(tensors))
+        factors_by_name = {"neg": [-1.0], "sum": [1.0], **dict.fromkeys(COPIES, [1.0])}
+    return factors_by_name.get(name, [None] * len(tensors))
 
 
-_EQUALS = {"eq", "ne", "isinf", "isnan", "isposinf", "isneginf"}
+_COMPARISONS = {"eq", "ne", "isinf", "isnan", "isposinf", "isneginf"}
 
 
-def _asks_for_no_number(given: Sequence[Any]) -> bool:
-    """True if a value is compared with itself, or with infinity."""
-    first, *rest = given
-    return all(x is first or isinstance(x, float) and math.isinf(x) for x in rest)
+def _compares_no_number(arguments: Sequence[Any]) -> bool:
+    """Returns whether a value is compared with itself, or with infinity: no numbers."""
+    first, *others = arguments
+    return all(x is first or isinstance(x, float) and math.isinf(x) for x in others)
 
 
-def takes_rows(op: OperatorClass, given: Sequence[Any]) -> bool:
-    """True if an operator copies some of the rows of its first tensor."""
+def copies_rows(op: OperatorClass, arguments: Sequence[Any]) -> bool:
+    """Returns whether an operator copies some of the rows of its first tensor."""
     if op.name in ("index_select", "gather"):
-        return given[0].ndim > 0 and given[1] % given[0].ndim == 0
+        return arguments[0].ndim > 0 and arguments[1] % arguments[0].ndim == 0
     if op.name == "index":
-        return isinstance(given[1], Tensor)
+        return isinstance(arguments[1], Tensor)
     return op.name in ("take", "masked_select")

@@ -1,18 +1,18 @@
-"""Recording which leaves the units of a step take.
+"""Records which leaves the units of a step take, for ``place`` and ``init_state``.
 
 The step runs once on fake tensors, and nothing is sent. Its leaves are
-:class:`Recorded`: they are used as tensors, and record which unit reads them. So the
-unit calls give the leaves that share a buffer, the order in which buffers are gathered,
-and the leaves that no unit takes.
+:class:`Recorded`: they are used as tensors, and record which unit reads them. From this
+`groups` derives which leaves share a buffer, the order in which buffers are gathered,
+and which leaves no unit takes.
 
-Transforms are replaced meanwhile: one that lays leaves out by one that records its unit
+Meanwhile transforms are replaced: one that lays leaves out by one that records its unit
 calls (`runs.Noted`), and one that recomputes by none.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -37,29 +37,40 @@ from fsfunc.sharded.donated import Everything
 from fsfunc.sharded.layout import Layout, Split
 from fsfunc.sharded.leaf import NotATensor, Sharded, is_sharded
 from fsfunc.tracing import runs
-from fsfunc.tracing.groups import Findings, Recorded, Taken, block, local, plain, whole
+from fsfunc.tracing.groups import (
+    Findings,
+    Recorded,
+    RecordedCall,
+    local_tensor,
+    recorded_tensor,
+    unit_placeholder,
+    whole_placeholder,
+)
 from fsfunc.tracing.operators import DrawsWithin
-from fsfunc.tracing.rules import refused
-from fsfunc.tracing.steadiness import NumbersGiven, Steadiness, asked_numbers
-from fsfunc.tracing.torch_calls import OwnValues, Reads, check_tracked
+from fsfunc.tracing.rules import rule_error
+from fsfunc.tracing.steadiness import NumbersGiven, Steadiness, observe_numbers
+from fsfunc.tracing.torch_calls import RankLocalTensors, ReadRecorder, check_tracked
 
 
 @reraising_interrupts()
 def record(
-    fn: Callable[..., Any],
-    params: Any,
-    rest: tuple[Any, ...],
-    how: Literal["fake", "real"] = "fake",
+    fn: Callable[..., tree.PyTree],
+    params: tree.PyTree,
+    other_args: tuple[tree.PyTree, ...],
+    data: Literal["fake", "real"] = "fake",
     splits: Mapping[str, tuple[Split, ...]] | None = None,
     rank_local: Collection[str] = (),
 ) -> Recorder:
-    """Record one run of ``fn(params, *rest)`` that sends nothing.
+    """Records one run of ``fn(params, *rest)`` that sends nothing.
 
     Args:
+        fn: the step.
+        params: its first argument, of which the leaves are laid out.
+        other_args: its other arguments.
+        data: ``"fake"`` runs on fake tensors; ``"real"`` runs one real call, for steps
+            that read a tensor's value.
         splits: by path, how leaves are split over axes that no transform gathers.
         rank_local: the paths of leaves that are each rank's own.
-        how: ``"fake"`` runs on fake tensors; ``"real"`` runs one real call, for steps
-            that read a tensor's value.
 
     Raises:
         RuntimeError: the step reads a fake tensor's value; names the line.
@@ -69,40 +80,48 @@ def record(
     leaves; its error is raised. ``steadiness`` may need another run, except for a plan,
     after which no real step runs.
     """
-    if how not in ("fake", "real"):
-        raise ValueError(f'record={how!r}: it is "fake" or "real"')
-    recording = _Recording(fn, params, rest, how == "fake", splits or {}, rank_local)
+    if data not in ("fake", "real"):
+        raise ValueError(f'record={data!r}: it is "fake" or "real"')
+    recording = _Recording(
+        fn, params, other_args, data == "fake", splits or {}, rank_local
+    )
     run = recording.run
-    if how == "real":
+    if data == "real":
         return run()
-    # A forward pass shows which units take which leaves, and in which order. If it
-    # raises, its error may come of the backward pass that is missing. It left nothing
-    # behind, so that the whole run below meets what is wrong all the same.
-    at = maybe_here()
-    planned = at is not None and not at.link.moves_data
-    for remembers in (True, False):  # of forward mode fakes may raise for that
+    # Forward passes show which units take which leaves, and in which order, so backward
+    # passes are left out. An error may be due to that: the whole run below, which these
+    # have left no trace for, raises what is wrong in any case.
+    here = maybe_here()
+    is_plan = here is not None and not here.link.moves_data
+    # In forward mode a run may raise for the cache of fake tensors alone.
+    for fake_cache in (True, False):
         with suppress(Exception):
-            found = run(True, remembers)
-            again = None if planned else partial(_numbers_again, run, remembers)
-            found.steadiness = Steadiness(found.said, again, found.calls_at)
-            return found
+            recorder = run(True, fake_cache)
+            rerun = None if is_plan else partial(_numbers_again, run, fake_cache)
+            recorder.steadiness = Steadiness(
+                recorder.numbers_given, rerun, recorder.gradient_lines
+            )
+            return recorder
     try:
         return run()
-    except (ValueError, RuntimeError) as error:  # of what has words of its own for it
+    # Errors of torch that name neither the cause nor a way out.
+    except (ValueError, RuntimeError) as error:
         line, text = traceback_line(error), str(error)
         if "instead found type 'Recorded'" in text:
-            raise refused("scripts", line=line) from error
+            raise rule_error("scripts", line=line) from error
         if "Default process group has not been initialized" in text:
             raise communicates(f"at {line}") from error
         raise
 
 
 @reraising_interrupts()
-def _numbers_again(run: Callable[..., Recorder], remembers: bool) -> list[NumbersGiven]:
-    """The numbers of another run, and its error where it raises without a backward."""
+def _numbers_again(
+    run: Callable[..., Recorder], fake_cache: bool
+) -> list[NumbersGiven]:
+    """Returns the numbers of another run: with backward passes if it needs them."""
     with suppress(Exception):
-        return run(True, remembers).said
-    return run().said
+        return run(True, fake_cache).numbers_given
+    return run().numbers_given
 
 
 @dataclass(frozen=True)
@@ -112,47 +131,55 @@ class _Recording:
     ``splits`` and ``rank_local`` as for `record`.
     """
 
-    fn: Callable[..., Any]
-    params: Any
-    rest: tuple[Any, ...]
+    fn: Callable[..., tree.PyTree]
+    params: tree.PyTree
+    other_args: tuple[tree.PyTree, ...]
     fake: bool
     splits: Mapping[str, tuple[Split, ...]]
     rank_local: Collection[str]
 
-    def run(self, forward_only: bool = False, remembers: bool = False) -> Recorder:
-        """One run, without backward passes if ``forward_only``."""
-        f, fake, params, rest = frame(), self.fake, self.params, self.rest
+    def run(self, forward_only: bool = False, fake_cache: bool = False) -> Recorder:
+        """Runs the step once, and returns what its recorder has seen.
+
+        Args:
+            forward_only: whether backward passes are left out.
+            fake_cache: whether the results of fake tensors are cached.
+        """
+        f, fake, params, other_args = frame(), self.fake, self.params, self.other_args
         recorder = Recorder(forward_only=forward_only, draws=not fake)
         recorder.rank_local = frozenset(self.rank_local)
-        mine = fake and not _torch.fake_active()  # else they are fake already
-        asked: set[str] = set()
+        makes_fakes = fake and not _torch.fake_active()  # else they are fake already
+        asked_axes: set[str] = set()
         with runs.without_data(
-            (params, rest),
+            (params, other_args),
             runs.place_without_data(),
             fake=fake,
-            remembers=remembers,
-            restores=False,
-            asked=asked,
-            told=_TOLD if fake else None,
+            fake_cache=fake_cache,
+            restore_outside=False,
+            asked_axes=asked_axes,
+            read_error=_TOLD if fake else None,
         ) as mode:
-            if mine:
-                params, rest = runs.shadows(mode, (params, rest), apart=True)
-            # What is fake may be written: an optimizer then copies nothing.
+            if makes_fakes:
+                params, other_args = runs.shadows(
+                    mode, (params, other_args), apart=True
+                )
+            # Fake tensors may all be written, as if the state were donated: so an
+            # optimizer copies nothing.
             donated = Everything() if fake else None
             handlers = tuple(map(recorder.replacement_for, f.handlers))
             f = f.replace(handlers=handlers, tracer=recorder, donated=donated)
             with inside(f), watching(recorder):
-                given = recorder.leaves(params, self.splits), *rest
-                recorder.own.add(tree.leaves(rest))
-                with Reads(recorder):
+                arguments = recorder.leaves(params, self.splits), *other_args
+                recorder.rank_local_tensors.add(tree.leaves(other_args))
+                with ReadRecorder(recorder):
                     try:
-                        out = self.fn(*recorder.mark_numbers(given))
+                        out = self.fn(*recorder.mark_numbers(arguments))
                     except Exception as error:
-                        recorder.explain(error, rest)
+                        recorder.add_notes(error, other_args)
                         raise
-                recorder.carries(given[:1], out)
-        note_axes_read(asked)
-        recorder.end(asked)
+                recorder.record_returned(arguments[:1], out)
+        note_axes_read(asked_axes)
+        recorder.finish(asked_axes)
         return recorder
 
 
@@ -177,44 +204,56 @@ class Recorder(Findings, Tracer, Watcher):
 
     Args:
         forward_only: whether backward passes are skipped; gradients have shapes alone.
-        plain: whether no type check is needed: the only derivatives are those of
-            ``value_and_grad``, by leaves of the tree, once by each, and only units and
-            the library read what is sharded, and not together with what is not.
-        glue: leaves that the user's functions read outside units; whether in a loss.
-        calls: the signatures of the calls of sharded functions.
-        said: the numbers that torch's functions were given, for ``steadiness``;
-            ``calls_at``: the lines of gradient calls.
+        needs_no_check: whether no type check is needed, as no rule can be broken: the
+            only derivatives are those of ``value_and_grad``, by leaves of the tree,
+            once by each; only units and the library read what is sharded, and not
+            together with what is not.
+        user_reads: the leaves that the user's functions read outside units, and whether
+            they do so in a loss.
+        call_keys: the signatures of the calls of sharded functions.
+        numbers_given: the numbers that torch's functions were given.
+        steadiness: the check that another run has the same numbers.
+        gradient_lines: the lines of gradient calls.
         axes: those of its collectives (except of numbers outside losses), and those
             whose ``axis_index`` it read.
-        updates: whether it returns sharded leaves that are no gradients; ``steps``:
-            whether it returns a tree like its first argument, of new values.
-        own: what may be a rank's own; ``hidden``: leaves written by ``.data``.
+        returns_new_leaves: whether it returns sharded leaves that are no gradients.
+        returns_state: whether it returns a tree like its first argument, of new values.
+        rank_local_tensors: the tensors that may be a rank's own.
+        written_by_data: the leaves that are written by ``.data``.
         drawing: the units that draw random numbers outside gradient calls.
-        cuts: whether it cuts a batch into microbatches.
+        cuts_batch: whether it cuts a batch into microbatches.
     """
 
     forward_only: bool = False
     draws: bool = False
-    plain: bool = True
-    glue: dict[str, bool] = field(default_factory=dict)
-    calls: list[Any] = field(default_factory=list)
-    said: list[NumbersGiven] = field(default_factory=list)
+    needs_no_check: bool = True
+    user_reads: dict[str, bool] = field(default_factory=dict)
+    call_keys: list[tuple[Hashable, ...]] = field(default_factory=list)
+    numbers_given: list[NumbersGiven] = field(default_factory=list)
     steadiness: Steadiness = field(default_factory=Steadiness)
-    calls_at: set[str] = field(default_factory=set)
+    gradient_lines: set[str] = field(default_factory=set)
     axes: set[str] = field(default_factory=set)
-    updates: bool = False
-    steps: bool = False
-    own: OwnValues = field(default_factory=OwnValues)
-    hidden: set[str] = field(default_factory=set)
+    returns_new_leaves: bool = False
+    returns_state: bool = False
+    rank_local_tensors: RankLocalTensors = field(default_factory=RankLocalTensors)
+    written_by_data: set[str] = field(default_factory=set)
     drawing: set[str] = field(default_factory=set)
-    cuts: bool = False
-    _known: dict[int, str] = field(default_factory=dict)
-    _gradients: set[int] = field(default_factory=set)
-    _by: set[Any] = field(default_factory=set)  # by which leaves, of which microbatch
+    cuts_batch: bool = False
+    _path_by_id: dict[int, str] = field(
+        default_factory=dict
+    )  # by id of a leaf's tensor
+    _gradients: set[int] = field(default_factory=set)  # by id
+    # (path, microbatches around) of the leaves by which gradients were taken.
+    _differentiated_by: set[tuple[str | None, tuple[tuple[int, int], ...]]] = field(
+        default_factory=set
+    )
+    # Tensors of which ids are noted above: if freed, an id would be another tensor's.
     _alive: list[Tensor] = field(default_factory=list)
 
-    def leaves(self, params: Any, splits: Mapping[str, tuple[Split, ...]]) -> Any:
-        """The leaves of what the step is given first, each :class:`Recorded`."""
+    def leaves(
+        self, params: tree.PyTree, splits: Mapping[str, tuple[Split, ...]]
+    ) -> tree.PyTree:
+        """Returns the step's first argument with :class:`Recorded` leaves."""
         paths, leaves, treedef = tree.flatten_with_paths(params, is_leaf=is_sharded)
         for i, (path, x) in enumerate(zip(paths, leaves, strict=True)):
             if isinstance(x, Tensor):
@@ -223,240 +262,322 @@ class Recorder(Findings, Tracer, Watcher):
                 self.layouts[path] = Layout(shape, x.dtype, parts, path)
         return tree.unflatten(treedef, leaves)
 
-    def end(self, asked: set[str]) -> None:
-        """Sets ``plain``, which is False after a run with backward passes.
+    def finish(self, asked_axes: set[str]) -> None:
+        """Decides whether the step needs a type check, once it has run.
+
+        A run with backward passes always does: what raised without them is not known.
 
         Args:
-            asked: the axes whose ``axis_index`` it read.
+            asked_axes: the axes whose ``axis_index`` it read.
         """
-        self.axes |= asked
-        taken = {path for t in self.taken for path in t.leaves}
-        apart = all(in_loss and p not in taken for p, in_loss in self.glue.items())
-        means = {axis for h in self.handlers for axis in getattr(h, "axes", ())}
-        self.plain &= self.forward_only and apart and not asked & means
-        said = "done with gradients or leaves outside units"
-        self.claims.append((said, "nothing" if self.plain else "something"))
+        self.axes |= asked_axes
+        taken_leaves = {path for call in self.unit_calls for path in call.leaves}
+        glue_in_losses = all(
+            in_loss and p not in taken_leaves for p, in_loss in self.user_reads.items()
+        )
+        mean_axes = {axis for h in self.handlers for axis in getattr(h, "axes", ())}
+        self.needs_no_check &= (
+            self.forward_only and glue_in_losses and not asked_axes & mean_axes
+        )
+        subject = "done with gradients or leaves outside units"
+        self.claims.append((subject, "nothing" if self.needs_no_check else "something"))
 
     def on_leaf(self, x: Tensor, path: str) -> None:
-        self._known[id(x)] = path
+        self._path_by_id[id(x)] = path
         self._alive.append(x)
 
-    def in_batch(self, leaves: list[Any]) -> list[Any]:
-        # A rank's own leaf stays a plain tensor; what becomes of others, is not known.
-        self.cuts = True
-        own = [is_sharded(x) and x.layout.name in self.rank_local for x in leaves]
-        return [plain(x) if mine else x for x, mine in zip(leaves, own, strict=True)]
+    def in_batch(self, leaves: list[tree.Leaf]) -> list[tree.Leaf]:
+        # In the real call a rank's own leaf is a plain tensor, and is cut with the
+        # batch. The layouts of the others are not decided yet.
+        self.cuts_batch = True
+        is_rank_local = [
+            is_sharded(x) and x.layout.name in self.rank_local for x in leaves
+        ]
+        return [
+            recorded_tensor(x) if is_local else x
+            for x, is_local in zip(leaves, is_rank_local, strict=True)
+        ]
 
-    def explain(self, error: Exception, rest: Any) -> None:
-        """Adds to an error of the step what may be why it was raised here alone.
+    def add_notes(self, error: Exception, other_args: tuple[tree.PyTree, ...]) -> None:
+        """Adds notes to an error of the step that may be due to the recording.
 
         Args:
-            rest: the arguments beside the state.
+            error: what the step raised.
+            other_args: the arguments beside the state.
         """
-        taken = {path for t in self.taken for path in t.leaves} | self.rank_local
-        tensors = [x for x in tree.leaves(rest, is_sharded) if isinstance(x, Tensor)]
-        rows = {tuple(x.shape[:1]) for x in tensors if x.ndim}
-        for path, layout in self.layouts.items() if self.cuts else ():
-            if layout.shape[:1] in rows and path not in taken:
+        taken_leaves = {
+            path for call in self.unit_calls for path in call.leaves
+        } | self.rank_local
+        tensors = [
+            x for x in tree.leaves(other_args, is_sharded) if isinstance(x, Tensor)
+        ]
+        row_counts = {tuple(x.shape[:1]) for x in tensors if x.ndim}
+        for path, layout in self.layouts.items() if self.cuts_batch else ():
+            if layout.shape[:1] in row_counts and path not in taken_leaves:
                 error.add_note(_UNCUT.format(path=path))
 
-    def on_call(self, key: Any, args: Any, keywords: Any, mean: Sequence[str]) -> None:
+    def on_call(
+        self,
+        key: tuple[Hashable, ...],
+        args: tuple[tree.PyTree, ...],
+        keywords: dict[str, tree.PyTree],
+        mean: Sequence[str],
+    ) -> None:
         """Records the signature of a call of a sharded function."""
-        self.calls.append(key)
+        self.call_keys.append(key)
 
     def on_placeholders(
-        self, leaves: Sequence[Any], found: Sequence[Any], aux: Any
+        self,
+        leaves: Sequence[tree.Leaf],
+        gradients: Sequence[Tensor],
+        aux: tree.PyTree,
     ) -> None:
         """Records the gradients of a gradient call, with the layouts of its leaves."""
-        self.own.add(tree.leaves(aux))
+        self.rank_local_tensors.add(tree.leaves(aux))
         f = frame()
-        self.calls_at.add(source_line())
-        by = [(self.path_of(x), f.micro) for x in leaves]
-        known = all(path is not None for path, _ in by)
-        apart = known and self._by.isdisjoint(by)
-        self.plain = self.plain and apart and not (f.in_loss or f.path)
-        self._by.update(by)
-        self._gradients.update(map(id, found))
-        self._alive.extend(found)
+        self.gradient_lines.add(source_line())
+        differentiated = [(self.path_of(x), f.micro) for x in leaves]
+        all_known = all(path is not None for path, _ in differentiated)
+        first_time = all_known and self._differentiated_by.isdisjoint(differentiated)
+        self.needs_no_check = (
+            self.needs_no_check and first_time and not (f.in_loss or f.path)
+        )
+        self._differentiated_by.update(differentiated)
+        self._gradients.update(map(id, gradients))
+        self._alive.extend(gradients)
 
-    def collective_called(self, x: Tensor, how: LinearMap, where: RankGroup) -> None:
+    def collective_called(
+        self, x: Tensor, linear_map: LinearMap, where: RankGroup
+    ) -> None:
+        # The mean of a metric, a plain number, makes no parameters agree over its axis.
         if x.ndim or x.requires_grad or frame().in_loss or _torch.is_wrapped(x):
-            self.axes.update(where.axis)  # a metric's mean makes no ranks agree
+            self.axes.update(where.axis)
+        # A unit may do as it likes to values that are its own.
         if frame().path and not where.loss_is_mean:
-            return  # what a unit does to its own values
-        typed = how.to == "I" or how.op in ("cast", "enter", "slice")
-        if typed or self.is_leaf(x):
-            self.plain = False
+            return
+        needs_type = linear_map.to == "I" or linear_map.op in ("cast", "enter", "slice")
+        if needs_type or self.is_leaf(x):
+            self.needs_no_check = False
 
-    def claimed_equal(self, x: Any, what: str) -> None:
+    def claimed_equal(self, x: tree.Leaf, what: str) -> None:
         if not (isinstance(x, Tensor) or frame().path):
-            again = [name for name, _ in self.claims].count(what)
+            earlier = [name for name, _ in self.claims].count(what)
             self.claims += describe_lines(
-                what + "'" * again, x, ask_schedules_and_masks(())
+                what + "'" * earlier, x, ask_schedules_and_masks(())
             )
 
-    def carries(self, args: Sequence[Any], out: Any) -> None:
+    def record_returned(self, args: Sequence[tree.PyTree], out: tree.PyTree) -> None:
         """Records the returned state, of which leaves may be each rank's own."""
         state = runs.returned_state(args, out)
         leaves = tree.leaves(state, is_leaf=is_sharded)
         refuse_hidden(self, args, leaves)
-        # Of a leaf that came in parts, its own part is a row.
+        # Only of those that came whole: a leaf that was laid out before has a 1-D part,
+        # whose shape says nothing.
         refuse_reshaped([x for x in leaves if isinstance(x, Recorded)])
-        laid = [x.local for x in leaves if is_sharded(x)]
-        self.updates = any(id(x) not in self._gradients for x in laid)
-        given, returned = (tree.flatten(x, is_sharded)[1] for x in (args[:1], (state,)))
-        new = [x.local if is_sharded(x) else x for x in leaves]
-        new = [x for x in new if isinstance(x, Tensor) and id(x) not in self._gradients]
-        self.steps = bool(new) and returned == given
-        bare = [x for x in tree.leaves(out, is_sharded) if isinstance(x, Tensor)]
-        self.plain &= not any(map(self.is_leaf, bare))  # parts that lost their layout
+        local_parts = [x.local for x in leaves if is_sharded(x)]
+        self.returns_new_leaves = any(id(x) not in self._gradients for x in local_parts)
+        state_def, returned_def = (
+            tree.flatten(x, is_sharded)[1] for x in (args[:1], (state,))
+        )
+        new_tensors = [x.local if is_sharded(x) else x for x in leaves]
+        new_tensors = [
+            x
+            for x in new_tensors
+            if isinstance(x, Tensor) and id(x) not in self._gradients
+        ]
+        self.returns_state = bool(new_tensors) and returned_def == state_def
+        bare_tensors = [
+            x for x in tree.leaves(out, is_sharded) if isinstance(x, Tensor)
+        ]
+        self.needs_no_check &= not any(
+            map(self.is_leaf, bare_tensors)
+        )  # parts that lost their layout
         if isinstance(state, Tensor):  # such as a loss
             self.rank_local_paths.add("")
         else:
-            self.plain = self.plain and not any(isinstance(x, Tensor) for x in leaves)
+            self.needs_no_check = self.needs_no_check and not any(
+                isinstance(x, Tensor) for x in leaves
+            )
 
     def claimed_rank_local(self, x: Tensor, where: RankGroup, what: str) -> None:
-        self.plain = self.plain and where.loss_is_mean
+        self.needs_no_check = self.needs_no_check and where.loss_is_mean
 
-    def mark_numbers(self, values: Any) -> Any:
-        return asked_numbers(values, self.answered)
+    def mark_numbers(self, values: tree.PyTree) -> tree.PyTree:
+        return observe_numbers(values, self.answer)
 
-    def answered(self, found: bool) -> bool:
-        self.plain = False  # the other answer may lead elsewhere
-        return found
+    def answer(self, compared: bool) -> bool:
+        # Another answer may lead to another branch, which only the type check runs.
+        self.needs_no_check = False
+        return compared
 
-    def is_leaf(self, x: Any) -> bool:
-        """True if ``x`` is in place of a leaf, or of the gradient by one."""
+    def is_leaf(self, x: tree.Leaf) -> bool:
+        """Returns whether ``x`` stands for a leaf, or for the gradient by one."""
         return id(x) in self._gradients or self.path_of(x) is not None
 
-    def path_of(self, x: Any) -> str | None:
+    def path_of(self, x: tree.Leaf) -> str | None:
+        """Returns the path of the leaf that ``x`` is, or stands for; else None."""
         if isinstance(x, Recorded):
             return x.layout.name
         x = x._local if isinstance(x, Sharded) else x
         if not isinstance(x, Tensor):
             return None
-        found = self._known.get(id(x))
-        if found is None and _torch.is_wrapped(x):
-            found = self._known.get(id(_torch.unwrapped(x)))
-        return found
+        path = self._path_by_id.get(id(x))
+        if path is None and _torch.is_wrapped(x):
+            path = self._path_by_id.get(id(_torch.unwrapped(x)))
+        return path
 
     def replacement_for(self, handler: Interpretation) -> Interpretation:
         return handler.recorded(self)
 
-    def noted(self, handler: Any) -> runs.Noted:
-        """The interpretation that only notes the unit calls of ``handler``."""
+    def noted(self, handler: runs.EntersCalls) -> runs.Noted:
+        """Returns an interpretation that only notes the unit calls of ``handler``."""
         return runs.NotedShard(handler, self)
 
-    def run_body(self, call: Call, params: Any, inputs: Any, keywords: Any) -> Any:
+    def run_body(
+        self,
+        call: Call,
+        params: tree.PyTree,
+        inputs: tuple[tree.PyTree, ...],
+        keywords: dict[str, tree.PyTree],
+    ) -> tree.PyTree:
         # Without a transform that lays out, the leaves are not tensors yet.
-        params = tree.map(plain, params, is_leaf=is_sharded)
+        params = tree.map(recorded_tensor, params, is_leaf=is_sharded)
         apart = call.frame.seed is None and not call.frame.path
         noting = DrawsWithin(self.drawing, call.name) if apart else nullcontext()
         with noting:
             return super().run_body(call, params, inputs, keywords)
 
-    def unit(self, noted: runs.Noted, run: Callable[..., Any], call: Call):
-        """A unit call under recording: its leaves become plain tensors again."""
+    def unit(
+        self, noted: runs.Noted, run: Callable[..., tree.PyTree], call: Call
+    ) -> Callable[..., tree.PyTree]:
+        """Returns a function that records a unit call, and runs it on plain tensors."""
         if noted.handler not in self.handlers:
             self.handlers.append(noted.handler)
-        laid: list[Any] = [h for h in call.frame.handlers if h.lays_out]  # all Noted
-        if noted is not laid[0]:
-            return run  # noted by the outermost one
+        laying_out: list[Any] = [
+            h for h in call.frame.handlers if h.lays_out
+        ]  # all Noted
+        # Of several transforms that lay out leaves the outermost one records the call.
+        if noted is not laying_out[0]:
+            return run
 
-        def recorded(params: Any, /, *inputs: Any, **keywords: Any) -> Any:
+        def recorded(
+            params: tree.PyTree, /, *inputs: tree.PyTree, **keywords: tree.PyTree
+        ) -> tree.PyTree:
             leaves, treedef = tree.flatten(params, is_leaf=is_sharded)
-            placed = filter(is_sharded, leaves)
-            self.on_take(f"unit {call.name!r}", placed)
-            names, kinds, casts = [], [], call.frame.casts
-            each = None if casts is None else casts.each(call.name, treedef)
-            self.plain = self.plain and not _torch.functorch_active()
+            sharded = filter(is_sharded, leaves)
+            self.on_take(f"unit {call.name!r}", sharded)
+            paths, dtypes, casts = [], [], call.frame.casts
+            leaf_casts = None if casts is None else casts.each(call.name, treedef)
+            self.needs_no_check = self.needs_no_check and not _torch.functorch_active()
             for i, leaf in enumerate(leaves):
                 path = self.path_of(leaf)
+                # A parameter that the step has made. If it has a derivative, the type
+                # check must see whether it is one value on all ranks.
                 if path is None:
-                    derived = isinstance(leaf, Tensor) and leaf.requires_grad
-                    self.plain = self.plain and not derived
-                    leaves[i] = whole(leaf)
+                    is_derived = isinstance(leaf, Tensor) and leaf.requires_grad
+                    self.needs_no_check = self.needs_no_check and not is_derived
+                    leaves[i] = whole_placeholder(leaf)
                     continue
-                names.append(path)
-                kinds.append(None if each is None else each[i])
+                paths.append(path)
+                dtypes.append(None if leaf_casts is None else leaf_casts[i])
                 if not isinstance(leaf, Sharded) or isinstance(leaf, Recorded):
-                    leaves[i] = block(leaf, self.layouts[path])
-                x = local(leaves[i])
+                    leaves[i] = unit_placeholder(leaf, self.layouts[path])
+                x = local_tensor(leaves[i])
                 self.on_leaf(x, path)
                 if _torch.is_wrapped(x) or x.requires_grad:
                     self.trained.add(path)
                     self.differentiated = True
             numbers = call.numbers
-            owner = tuple(p for h in laid for p in h.owner(numbers[0]))
-            said = "" if casts is None else str(casts)
-            taken = Taken(call.path, numbers, names, owner, said, kinds)
-            self.taken.append(taken)
+            owner = tuple(p for h in laying_out for p in h.owner(numbers[0]))
+            cast_text = "" if casts is None else str(casts)
+            recorded_call = RecordedCall(
+                call.path, numbers, paths, owner, cast_text, dtypes
+            )
+            self.unit_calls.append(recorded_call)
             out = run(tree.unflatten(treedef, leaves), *inputs, **keywords)
             with inside(call.frame.replace(path=call.path, numbers=numbers)):
-                return tree.map(self._output, out, is_leaf=is_sharded)
+                return tree.map(self._record_output, out, is_leaf=is_sharded)
 
         return recorded
 
-    def on_take(self, name: str, leaves: Iterable[Any]) -> None:
-        check_tracked(name, ((self.path_of(x), local(x)) for x in leaves))
+    def on_take(self, name: str, leaves: Iterable[tree.Leaf]) -> None:
+        check_tracked(name, ((self.path_of(x), local_tensor(x)) for x in leaves))
 
-    def _output(self, x: Any) -> Any:
-        """An output; a leaf that a unit returns as it is, is no leaf any more."""
+    def _record_output(self, x: tree.Leaf) -> tree.Leaf:
+        """Returns an output of a unit; of a leaf returned as it is, a view.
+
+        In the real call it is what was gathered, and no leaf of the state.
+        """
         if self.path_of(x) is None:
             return x
         if isinstance(x, Sharded) and not isinstance(x, Recorded):
             return x.with_local(x.local.view_as(x.local))
-        return plain(x).view_as(plain(x))
+        return recorded_tensor(x).view_as(recorded_tensor(x))
 
-    def read(self, values: Sequence[Any], library: bool) -> None:
-        """Hears that a torch function read these; ``library``: that it called."""
+    def record_read(self, values: Sequence[tree.Leaf], by_library: bool) -> None:
+        """Records that a torch function reads these values.
+
+        Args:
+            values: its arguments.
+            by_library: whether this library called it.
+        """
         f = frame()
-        if not (f.path or library):  # the library's own Functions answer for themselves
+        # This library's autograd Functions return the gradients by leaves themselves.
+        if not (f.path or by_library):
             self.on_take("an operator", values)
         for x in values:
             path = self.path_of(x)
-            if path is None and not library and id(x) in self._gradients:
-                self.plain = False
-            if path is None or (path, f.numbers) in self.inside:
+            if path is None and not by_library and id(x) in self._gradients:
+                self.needs_no_check = False
+            if path is None or (path, f.numbers) in self.read_in_units:
                 continue
-            if not f.path and not library:
-                self.glue.setdefault(path, f.in_loss > 0)
-            in_loss = bool(f.in_loss or _torch.is_wrapped(local(x)))
-            # That a loss reads it counts, whoever has read it before.
+            if not f.path and not by_library:
+                self.user_reads.setdefault(path, f.in_loss > 0)
+            in_loss = bool(f.in_loss or _torch.is_wrapped(local_tensor(x)))
+            # A read within a loss replaces one outside: a loss has it stay whole.
             if f.path:
-                self.inside[path, f.numbers] = source_line(), in_loss
-            elif in_loss > self.outside.get(path, ("", -1))[1]:
-                self.outside[path] = source_line(), in_loss
+                self.read_in_units[path, f.numbers] = source_line(), in_loss
+            elif in_loss > self.read_outside.get(path, ("", -1))[1]:
+                self.read_outside[path] = source_line(), in_loss
 
 
-def refuse_hidden(recorder: Any, given: Any, returned: Sequence[Any]) -> None:
+def refuse_hidden(
+    recorder: Recorder, arguments: Sequence[tree.PyTree], returned: Sequence[tree.Leaf]
+) -> None:
     """Raises where a unit's leaves were written by ``.data`` and returned as they came.
 
+    No version counter shows such a write. At zero=1 and 2 units would go on to read
+    what was gathered before it.
+
     Args:
-        recorder: of the step; ``given``: its arguments; ``returned``: its leaves.
+        recorder: of the step.
+        arguments: its arguments.
+        returned: the leaves of the state that it returned.
 
     Raises:
-        NotATensor: at zero=1 and 2 units would read what was gathered before.
+        NotATensor: names the leaf.
     """
-    if not recorder.hidden:
+    if not recorder.written_by_data:
         return
-    written = {p for t in recorder.taken for p in t.leaves} & recorder.hidden
-    came = set(map(id, tree.leaves(given, is_leaf=is_sharded)))
+    written = {
+        p for call in recorder.unit_calls for p in call.leaves
+    } & recorder.written_by_data
+    passed_ids = set(map(id, tree.leaves(arguments, is_leaf=is_sharded)))
     for x in returned:
-        if is_sharded(x) and x.name in written and id(x) in came:
-            raise refused("hidden", NotATensor, leaf=x.name)
+        if is_sharded(x) and x.name in written and id(x) in passed_ids:
+            raise rule_error("hidden", NotATensor, leaf=x.name)
 
 
-def refuse_reshaped(returned: Sequence[Any]) -> None:
-    """Raises where a leaf of the state is returned in another shape than it came.
+def refuse_reshaped(returned: Sequence[tree.Leaf]) -> None:
+    """Raises where a leaf of the state is returned in another shape than it came in.
 
-    Of this rank's part, a row of elements, that does not show: it would be taken for
-    the part of a leaf of the old shape.
+    In the real call this rank's part is 1-D before and after: it would be taken for the
+    part of a leaf of the old shape.
     """
     for x in returned:
         if not (is_sharded(x) and isinstance(x.local, Tensor)):
             continue
-        shape, came = tuple(x.local.shape), tuple(x.layout.shape)
-        if shape != came and x.local.numel() == math.prod(came):
-            came, shape = list(came), list(shape)
-            raise refused("reshaped", leaf=x.name, came=came, shape=shape)
+        shape, original = tuple(x.local.shape), tuple(x.layout.shape)
+        if shape != original and x.local.numel() == math.prod(original):
+            original, shape = list(original), list(shape)
+            raise rule_error("reshaped", leaf=x.name, came=original, shape=shape)

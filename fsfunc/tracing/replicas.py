@@ -1,16 +1,19 @@
 """Comparison of what ranks give to a sharded call, and get from it.
 
-What must be equal on all of them is compared, and raises; batches that should differ,
-as each rank trains on its own rows, are compared too, and warn.
+No type shows that the ranks of a tensor-parallel group were given unlike batches, or
+that their replicated states have drifted apart: the values must be compared. This is
+done in calls 1, 2, 4, 8 and so on, so that it costs nothing in the long run. What must
+be equal and is not raises; batches that should differ, as each rank trains on its own
+rows, and are equal warn.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -23,134 +26,159 @@ from fsfunc.comm.descriptions import describe_lines, has_values, section_of_valu
 from fsfunc.comm.groups import RankGroup, get_group
 from fsfunc.comm.mesh import Here
 from fsfunc.core.casts import differentiable
-from fsfunc.core.frames import Frame
+from fsfunc.core.frames import Frame, Interpretation
 from fsfunc.core.gradient_checks import nearly_agree, norm_and_sum
 from fsfunc.runtime.generators import generator_states
 from fsfunc.sharded.layout import describe
 from fsfunc.sharded.leaf import is_sharded
 from fsfunc.sharded.plain_leaves import WHOLE, placement_of
 
-Together = Sequence[tuple[tuple[str, ...], str]]  # axes, and why: `compare_batches`
+SharedBatchAxes: TypeAlias = Sequence[tuple[tuple[str, ...], str]]
+"""Axes whose ranks must be given one batch, and the reason (see `compare_batches`)."""
 
 
 def compare_whole(
-    chosen: Sequence[Any], is_whole: Callable[[Tensor], bool], where: RankGroup
+    arguments: Sequence[tree.PyTree],
+    is_whole: Callable[[Tensor], bool],
+    ranks: RankGroup,
 ) -> None:
     """Raises where ranks differentiate unequal values of a replicated leaf.
 
     Args:
-        chosen: the differentiated arguments; ``is_whole``: whether a leaf of theirs is
-            replicated.
+        arguments: the differentiated arguments.
+        is_whole: returns whether a leaf of theirs is replicated.
+        ranks: the ranks.
 
     Raises:
         RanksDiffer: on every rank.
     """
-    paths, leaves, _ = tree.flatten_with_paths(chosen, is_leaf=is_sharded)
-    mine = [x if isinstance(x, Tensor) and is_whole(x) else None for x in leaves]
-    if any(x is not None for x in mine):
-        agree(where, section_of_values(paths, mine, where.link.notes))
+    paths, leaves, _ = tree.flatten_with_paths(arguments, is_leaf=is_sharded)
+    replicated = [x if isinstance(x, Tensor) and is_whole(x) else None for x in leaves]
+    if any(x is not None for x in replicated):
+        agree(ranks, section_of_values(paths, replicated, ranks.link.notes))
 
 
-def unnamed_axes(f: Callable[..., Any], handlers: Any, leaves: Any, at: Here) -> Any:
-    """The axes of a mesh over which neither a transform nor a layout says anything.
+def unnamed_axes(
+    f: Callable[..., tree.PyTree],
+    handlers: Iterable[Interpretation],
+    leaves: Iterable[tree.Leaf],
+    here: Here,
+) -> tuple[str, ...]:
+    """Returns the axes of the mesh that neither a transform nor a layout names.
 
     Args:
-        f: the function within; ``handlers``: the interpretations around it.
-        leaves: of the state.
+        f: the function, with the transforms within it.
+        handlers: the interpretations around it.
+        leaves: those of the state.
+        here: the rank that runs.
     """
     named = {a for h in handlers for a in getattr(h, "axes", ())}
     named |= {
         a for h in getattr(f, "interpretations", ()) for a in getattr(h, "axes", ())
     }
     named |= {a for x in leaves if is_sharded(x) for a in x.layout.axes}
-    return tuple(a for a, n in at.mesh.axes.items() if n > 1 and a not in named)
+    return tuple(a for a, size in here.mesh.axes.items() if size > 1 and a not in named)
 
 
-SPLIT, STAGES = "parameters are split over it", "stages lie along it"
+# Reasons why ranks compute one batch together.
+SPLIT_REASON, STAGES_REASON = "parameters are split over it", "stages lie along it"
 
 
-def compare_batches(rest: Any, where: RankGroup, because: str) -> None:
+def compare_batches(batch: tree.PyTree, ranks: RankGroup, reason: str) -> None:
     """Raises if ranks that must be given one batch are given different ones.
 
     Args:
-        because: the reason why they compute one batch together; "" along axes over
+        batch: the batch: the arguments after the state.
+        ranks: the ranks.
+        reason: the reason why they compute one batch together; "" along axes over
             which nothing is summed, whose ranks would train apart.
     """
-    paths, leaves, _ = tree.flatten_with_paths(rest, is_leaf=is_sharded)
-    values = section_of_values(paths, leaves, where.link.notes)
-    others = [
+    paths, leaves, _ = tree.flatten_with_paths(batch, is_leaf=is_sharded)
+    values = section_of_values(paths, leaves, ranks.link.notes)
+    # Of tensors without data (meta, fake) the shapes are compared.
+    shape_lines = [
         (repr(p), describe(x.shape, x.dtype))
         for p, x in zip(paths, leaves, strict=True)
         if isinstance(x, Tensor) and not has_values(x)
     ]
-    names = _names(where.axis)
+    names = _axis_words(ranks.axis)
     title = f"the ranks along {names} are given unlike batches, and " + (
-        f"{because}: together they compute one batch"
-        if because
+        f"{reason}: together they compute one batch"
+        if reason
         else f"nothing in the step sums over {names}: their parameters would differ"
     )
     advice = (
         f"Give the ranks along {names} one batch, ff.local_batch(batch, mesh, axes) of "
         "the other axes"
     )
-    if because != STAGES:
+    if reason != STAGES_REASON:
         advice += f"; or shard over {names} too"
-    if not because:
+    if not reason:
         advice += (
-            f", or replicate={where.axis[0]!r}; or, to train separately, make each a "
+            f", or replicate={ranks.axis[0]!r}; or, to train separately, make each a "
             "program of its own"
         )
-    agree(where, Section(title, [*values.lines, *others], advice))
+    agree(ranks, Section(title, [*values.lines, *shape_lines], advice))
 
 
 class Claims(Watcher):
-    """A context: what is done inside to what is one value, ``said`` as (who, what)."""
+    """A context that collects what is claimed inside to be equal on all ranks.
+
+    Optimizers claim themselves and their numbers (``collective_ops.claim``).
+
+    Attributes:
+        claims: (who claims, what) of all that is no tensor.
+    """
 
     def __init__(self) -> None:
-        self.said: list[tuple[str, Any]] = []
+        self.claims: list[tuple[str, Any]] = []
 
-    def claimed_equal(self, x: Any, what: str) -> None:
+    def claimed_equal(self, x: tree.Leaf, what: str) -> None:
         if not isinstance(x, Tensor):
-            self.said.append((what, x))
+            self.claims.append((what, x))
 
     def __enter__(self) -> Claims:
         self._token = COMPARING.set(self)
         return self
 
-    def __exit__(self, *_: Any) -> None:
+    def __exit__(self, *_: object) -> None:
         COMPARING.reset(self._token)
 
     @contextmanager
-    def again(self, calls: Sequence[Any]) -> Iterator[None]:
-        """Inside, adds what is claimed to those of ``calls`` that are due, and this."""
+    def repeat_for(self, calls: Sequence[object]) -> Iterator[None]:
+        """Adds these claims, and those made inside, to each of ``calls`` that is due.
+
+        A compiled step runs no Python: what it claimed as it was traced, it claims in
+        each call.
+        """
         due = [call for call in calls if isinstance(call, DueCall)]
         if not due:
             yield
             return
-        with (inside := Claims()):
+        with (inside_claims := Claims()):
             yield
         for call in due:
-            call.said += [*self.said, *inside.said]
+            call.claims += [*self.claims, *inside_claims.claims]
 
 
 class DueCall(Claims):
-    """A call of a step in which the ranks compare what must be equal.
+    """A call of a step after which the ranks compare what must be equal.
 
     Args:
         number: its number since the state was laid out: 1, 2, 4, 8 and so on.
         batch: its arguments after the state.
     """
 
-    def __init__(self, number: int, batch: Any):
+    def __init__(self, number: int, batch: tree.PyTree):
         super().__init__()
         self.number, self.batch = number, batch
 
 
 class Replicas:
-    """Comparison of the batches and states of ranks that must have the same.
+    """Compares the batches and states of ranks that must have the same.
 
-    They are compared in calls 1, 2, 4, 8 and so on: ranks that differ later, as a
-    branch that no type check has seen makes them, are found in twice the time.
+    They are compared in calls 1, 2, 4, 8 and so on. Ranks that part later, by a branch
+    that no type check has seen, are found after as many calls again, at most.
 
     Attributes:
         updates: whether the function returns a state, if that is all it returns.
@@ -163,36 +191,45 @@ class Replicas:
         self.updates, self.draws, self.together = False, False, ()
         self.calls: dict[int, int] = {}
 
-    def laid_out(self, rank: int, updates: bool, together: Together) -> None:
+    def laid_out(self, rank: int, updates: bool, together: SharedBatchAxes) -> None:
         self.updates, self.together = updates, tuple(together)
         self.calls.pop(rank, None)  # a new state is compared anew
 
-    def begin(self, batch: Any, at: Here) -> int:
-        """Compares the batch of a call if that is due: returns its number, else 0."""
+    def start_call(self, batch: tree.PyTree, here: Here) -> int:
+        """Compares the batch of a call that is due, and returns its number; else 0."""
         if (
-            not at.link.moves_data
-            or at.link.vmap_level is not None
+            not here.link.moves_data
+            or here.link.vmap_level is not None
             or _torch.fake_active()
         ):
             return 0
-        n = self.calls[at.rank] = self.calls.get(at.rank, 0) + 1
+        n = self.calls[here.rank] = self.calls.get(here.rank, 0) + 1
         if n & (n - 1) or _torch.functorch_active():
             return 0
-        for axes, because in self.together:
-            compare_batches(batch, get_group(axes, at), because)
-            if self.draws and because:
-                _compare_generators(get_group(axes, at), because)
+        for axes, reason in self.together:
+            compare_batches(batch, get_group(axes, here), reason)
+            if self.draws and reason:
+                _compare_generators(get_group(axes, here), reason)
         return n
 
-    def end(
-        self, f: Any, found: Frame, given: Any, out: Any, call: DueCall, equal: Any
+    def finish_call(
+        self,
+        f: Callable[..., tree.PyTree],
+        call_frame: Frame,
+        state_def: tree.TreeDef,
+        out: tree.PyTree,
+        call: DueCall,
+        equal_batch_axes: Iterable[str],
     ) -> bool:
         """Compares what a call claimed, and the state that it returned.
 
         Args:
-            f: the function; ``found``: the frame that it ran in.
-            given: the structure of its first argument; ``out``: what it returned.
-            equal: the axes along which ranks may be given equal batches.
+            f: the function.
+            call_frame: the frame that it ran in.
+            state_def: the structure of its first argument.
+            out: what it returned.
+            call: what it claimed.
+            equal_batch_axes: the axes along which ranks may be given equal batches.
 
         Returns:
             whether it returned a state.
@@ -204,72 +241,99 @@ class Replicas:
         processes, and of 16 a leaf along axes over which others are split. In the first
         call the batch is read once too, for another gather of 16 bytes.
         """
-        at, (leaves, structure) = found.here, tree.flatten(out, is_leaf=is_sharded)
-        pair = issubclass(structure.type or int, tuple) and structure.num_children > 0
-        first = structure.child(0) if pair else None
-        if at is None or not (first == given or self.updates and structure == given):
+        here, (leaves, structure) = (
+            call_frame.here,
+            tree.flatten(out, is_leaf=is_sharded),
+        )
+        returns_tuple = (
+            issubclass(structure.type or int, tuple) and structure.num_children > 0
+        )
+        first_def = structure.child(0) if returns_tuple else None
+        if here is None or not (
+            first_def == state_def or self.updates and structure == state_def
+        ):
             return False
-        leaves = leaves[: given.num_leaves]
-        _compare_claims(call.said, _over(f, found, leaves, at), at)
-        means = {a for a in at.mean_axes if at.mesh.axes[a] > 1}
-        apart = {a for a, size in at.mesh.axes.items() if size > 1} - means
-        if apart:
-            apart &= {*unnamed_axes(f, found.handlers, leaves, at)}
-        for over in (apart, means):
-            for axes, values in _one_value(leaves, given, over, at):
-                _compare_state(values, get_group(axes, at), over is apart)
-        split = {a for x in leaves if is_sharded(x) for a in x.layout.split_axes}
-        for axes, values in _one_value(leaves, given, split - means, at):
-            _compare_near(values, get_group(axes, at))
-        if given.is_leaf() and not is_sharded(leaves[0]):
+        leaves = leaves[: state_def.num_leaves]
+        _compare_claims(call.claims, _update_axes(f, call_frame, leaves, here), here)
+        # Along axes of the mean states are equal as gradients are averaged; along
+        # others that nothing names, as each rank does the same. Along axes that split
+        # leaves, kernels by which ranks compute what they share may round apart.
+        mean_axes = {a for a in here.mean_axes if here.mesh.axes[a] > 1}
+        unnamed = {a for a, size in here.mesh.axes.items() if size > 1} - mean_axes
+        if unnamed:
+            unnamed &= {*unnamed_axes(f, call_frame.handlers, leaves, here)}
+        for axes_set in (unnamed, mean_axes):
+            for axes, values in _replicated_leaves(leaves, state_def, axes_set, here):
+                _compare_state(values, get_group(axes, here), axes_set is unnamed)
+        split_axes = {a for x in leaves if is_sharded(x) for a in x.layout.split_axes}
+        for axes, values in _replicated_leaves(
+            leaves, state_def, split_axes - mean_axes, here
+        ):
+            _compare_near(values, get_group(axes, here))
+        if state_def.is_leaf() and not is_sharded(leaves[0]):
             return False  # but a loss, where a tensor is all that was given
-        if call.number == 1 and (apart := _in_order(means - {*equal}, at)):
-            warn_of_equal(call.batch, apart, at)
+        if call.number == 1 and (
+            batch_axes := _in_order(mean_axes - {*equal_batch_axes}, here)
+        ):
+            warn_of_equal_batches(call.batch, batch_axes, here)
         return True
 
 
-def _names(axes: Sequence[str]) -> str:
-    """Axes in words, for messages."""
+def _axis_words(axes: Sequence[str]) -> str:
+    """Returns axes in words, for messages."""
     return " and ".join(map(repr, axes))
 
 
-def _in_order(axes: Container[str], at: Here) -> tuple[str, ...]:
-    """Those of these axes that have several ranks, in the order of the mesh."""
-    return tuple(a for a, n in at.mesh.axes.items() if n > 1 and a in axes)
+def _in_order(axes: Container[str], here: Here) -> tuple[str, ...]:
+    """Returns those of these axes that have several ranks, in the order of the mesh."""
+    return tuple(a for a, size in here.mesh.axes.items() if size > 1 and a in axes)
 
 
-def _over(f: Any, found: Frame, leaves: Any, at: Here) -> tuple[str, ...]:
-    """The axes whose ranks make one update: of means, of parts, and of stages."""
-    handlers = [*found.handlers, *getattr(f, "interpretations", ())]
-    over = {a for h in handlers if h.lays_out for a in getattr(h, "axes", ())}
-    over |= {a for x in leaves if is_sharded(x) for a in x.layout.axes}
-    return _in_order(over.union(at.mean_axes), at)
+def _update_axes(
+    f: Callable[..., tree.PyTree],
+    call_frame: Frame,
+    leaves: Iterable[tree.Leaf],
+    here: Here,
+) -> tuple[str, ...]:
+    """Returns the axes whose ranks make one update: of means, parts, and stages."""
+    handlers = [*call_frame.handlers, *getattr(f, "interpretations", ())]
+    named = {a for h in handlers if h.lays_out for a in getattr(h, "axes", ())}
+    named |= {a for x in leaves if is_sharded(x) for a in x.layout.axes}
+    return _in_order(named.union(here.mean_axes), here)
 
 
-def _compare_claims(claims: Any, axes: tuple[str, ...], at: Here) -> None:
+def _compare_claims(
+    claims: Iterable[tuple[str, Any]], axes: tuple[str, ...], here: Here
+) -> None:
     """Raises where ranks update what is one value by unlike optimizers or numbers."""
     if not axes:
         return
-    distinct = dict.fromkeys(tuple(describe_lines(who, x)) for who, x in claims)
+    distinct = dict.fromkeys(
+        tuple(describe_lines(claimant, x)) for claimant, x in claims
+    )
     lines: dict[str, str] = {}
-    for said in distinct:
-        for key, text in said:
+    for claim_lines in distinct:
+        for key, text in claim_lines:
+            # Two optimizers of one name are told apart by a prime.
             while key in lines and lines[key] != text:
                 key += "'"
             lines[key] = text
-    names = _names(axes)
+    names = _axis_words(axes)
     title = f"the ranks along {names} update one state by unlike optimizers or numbers"
-    agree(get_group(axes, at), Section(title, [*lines.items()], _ALIKE))
+    agree(get_group(axes, here), Section(title, [*lines.items()], _CLAIMS_ADVICE))
 
 
-_ALIKE = (
+_CLAIMS_ADVICE = (
     "Each would step its part at a rate of its own. Make them of what is equal on all "
     "ranks: of the count, or of ff.pmean of what each measures, carried in the state"
 )
 
 
-def _compare_near(leaves: dict[str, Any], where: RankGroup) -> None:
-    """Compares leaves that ranks compute alike, with kernels that may round apart."""
+def _compare_near(leaves: dict[str, tree.Leaf], ranks: RankGroup) -> None:
+    """Raises where leaves differ by more than kernels round.
+
+    For leaves that ranks compute alike, with kernels of unlike shapes.
+    """
     numbers = {
         path: norm_and_sum(x)
         for path, x in leaves.items()
@@ -277,73 +341,78 @@ def _compare_near(leaves: dict[str, Any], where: RankGroup) -> None:
     }
     if not numbers:
         return
-    _, odd, norms = nearly_agree(numbers, where, 1e-3)
-    if odd is not None:
+    _, odd_path, norms = nearly_agree(numbers, ranks, 1e-3)
+    if odd_path is not None:
         raise RanksDiffer(
-            f"the ranks along {_names(where.axis)}, over which parameters are split, "
-            f"return other values of {odd!r}, which is one value on all of them (norms "
-            f"{norms}): give them one batch and one seed, let nothing outside units "
-            f"depend on the rank, and take ff.pmean(x, {where.axis[0]!r}) of what does"
+            f"the ranks along {_axis_words(ranks.axis)}, over which parameters are "
+            f"split, return other values of {odd_path!r}, which is one value on all of "
+            f"them (norms {norms}): give them one batch and one seed, let nothing outside units "
+            f"depend on the rank, and take ff.pmean(x, {ranks.axis[0]!r}) of what does"
         )
 
 
-def _compare_generators(where: RankGroup, because: str) -> None:
+def _compare_generators(ranks: RankGroup, reason: str) -> None:
     """Raises if the default generators of ranks that compute one batch differ.
 
-    Not along axes of a mean: there numbers that are drawn are each rank's own.
+    Along axes of a mean they may: there numbers that are drawn are each rank's own.
     """
     states = {g.device.type: state for g, state in generator_states()}
-    names = _names(where.axis)
+    names = _axis_words(ranks.axis)
     title = (
         f"the ranks along {names} draw apart, as the default generators stand, and "
-        f"{because}: what they draw is one value"
+        f"{reason}: what they draw is one value"
     )
     advice = (
         f"Seed the ranks along {names} alike, torch.manual_seed(seed); what each is to "
-        f"draw of its own it draws within ff.nn.own_draws({where.axis[0]!r})"
+        f"draw of its own it draws within ff.nn.own_draws({ranks.axis[0]!r})"
     )
-    given = [*states], [*states.values()], where.link.notes
-    agree(where, section_of_values(*given, title, advice))
+    states_to_compare = [*states], [*states.values()], ranks.link.notes
+    agree(ranks, section_of_values(*states_to_compare, title, advice))
 
 
-def _one_value(
-    leaves: Sequence[Any], structure: Any, over: set[str], at: Here
-) -> list[tuple[tuple[str, ...], dict[str, Any]]]:
-    """The leaves that must be equal, by path, for each set of axes among ``over``.
+def _replicated_leaves(
+    leaves: Sequence[tree.Leaf], structure: tree.TreeDef, over: set[str], here: Here
+) -> list[tuple[tuple[str, ...], dict[str, tree.Leaf]]]:
+    """Returns the leaves that must be equal, by path, for each set of axes.
 
-    Leaves without layouts may differ, and so may those of each rank's own.
+    A leaf must be equal along those of ``over`` that do not cut it. Leaves without
+    layouts may differ, and so may those of each rank's own.
     """
-    found: dict[tuple[str, ...], dict[str, Any]] = {}
-    axes = _in_order(over, at)
+    leaves_by_axes: dict[tuple[str, ...], dict[str, tree.Leaf]] = {}
+    axes = _in_order(over, here)
     for i, x in enumerate(leaves if axes else ()):
-        along = axes
+        equal_axes = axes
         if is_sharded(x):
-            cut = x.layout.axes
-            along = tuple(a for a in axes if a not in cut)
-            x = x.local if along else None
+            cut_axes = x.layout.axes
+            equal_axes = tuple(a for a in axes if a not in cut_axes)
+            x = x.local if equal_axes else None
         elif isinstance(x, Tensor) and placement_of(x) != WHOLE:
             continue
-        if along:
-            found.setdefault(along, {})[_paths(structure)[i]] = x
-    return [*found.items()]
+        if equal_axes:
+            leaves_by_axes.setdefault(equal_axes, {})[_paths(structure)[i]] = x
+    return [*leaves_by_axes.items()]
 
 
 @lru_cache(64)
-def _paths(structure: Any) -> list[str]:
+def _paths(structure: tree.TreeDef) -> list[str]:
     return tree.paths_of(structure)
 
 
-def _compare_state(leaves: dict[str, Any], where: RankGroup, apart: bool) -> None:
-    """Compares leaves that are one value along an axis.
+def _compare_state(
+    leaves: dict[str, tree.Leaf], ranks: RankGroup, is_unnamed: bool
+) -> None:
+    """Raises where leaves differ that are one value along an axis.
 
     Args:
-        apart: whether no transform and no layout names it.
+        leaves: by path.
+        ranks: the ranks along the axis.
+        is_unnamed: whether no transform and no layout names it.
     """
-    names, axis = _names(where.axis), where.axis[0]
-    what = f"the ranks along {names} return different states"
-    if apart:
+    names, axis = _axis_words(ranks.axis), ranks.axis[0]
+    subject = f"the ranks along {names} return different states"
+    if is_unnamed:
         title = (
-            f"{what}, which nothing in a step makes equal: no transform and no layout "
+            f"{subject}, which nothing in a step makes equal: no transform and no layout "
             f"names {names}"
         )
         advice = (
@@ -353,60 +422,72 @@ def _compare_state(leaves: dict[str, Any], where: RankGroup, apart: bool) -> Non
             "them a program by itself"
         )
     else:
-        title = f"{what}, of leaves that are one value on all of them"
+        title = f"{subject}, of leaves that are one value on all of them"
         advice = (
             "What is made of a rank's own (its data, its place, its clock, numbers of "
             "its own generators) goes into the state by ff.pmean; or lay the leaf out "
             f"as each rank's own, by layouts={{path: ff.Own({axis!r})}}"
         )
-    given = [*leaves], [*leaves.values()], where.link.notes
-    agree(where, section_of_values(*given, title, advice))
+    values = [*leaves], [*leaves.values()], ranks.link.notes
+    agree(ranks, section_of_values(*values, title, advice))
 
 
 # Batches that should differ
 
 
-def warn_of_equal(batch: Any, axes: tuple[str, ...], at: Here) -> None:
+def warn_of_equal_batches(
+    batch: tree.PyTree, axes: tuple[str, ...], here: Here
+) -> None:
     """Warns where all ranks along one of ``axes`` are given equal batches.
 
-    Not of batches without rows, or of rows that are all alike, as those of a part are
-    the same as those of the whole.
+    It does not where batches have no rows, or rows that are all alike: then equal parts
+    of one batch are equal, too.
 
     Cost: the batch is read once; over processes a gather of 16 bytes, in no ledger.
     """
     paths, leaves, _ = tree.flatten_with_paths(batch, is_leaf=is_sharded)
-    where = get_group(axes, at)
-    values = section_of_values(paths, leaves, where.link.notes)
+    ranks = get_group(axes, here)
+    values = section_of_values(paths, leaves, ranks.link.notes)
     rows = [x for x in leaves if has_values(x) and x.ndim and x.numel()]
-    # Of simulated ranks the last one that comes is told the digests.
-    found = agree(where, digest_of(values.lines if rows else []))
-    quiet = where.link.notes is None and where.index  # its first process says it
-    if not found or digest_of([]) in found[0] or quiet:
+    # Of simulated ranks only the last one that comes gets the digests.
+    digests = agree(ranks, digest_of(values.lines if rows else []))
+    is_silent = ranks.link.notes is None and ranks.index  # its first process says it
+    if not digests or digest_of([]) in digests[0] or is_silent:
         return
-    (every,) = found
-    sizes = [at.mesh.axes[a] for a in axes]
-    same = [a for i, a in enumerate(axes) if _equal_along(i, sizes, every)]
-    if same and not all(map(_is_one_row, rows)):
-        names, n = _names(same), at.mesh.axis_size(tuple(same))
-        every_axis, over = (a[0] if len(a) == 1 else tuple(a) for a in (axes, same))
-        warn(_EQUAL.format(names, n, every_axis, over))
+    (rank_digests,) = digests
+    sizes = [here.mesh.axes[a] for a in axes]
+    equal_axes = [a for i, a in enumerate(axes) if _equal_along(i, sizes, rank_digests)]
+    if equal_axes and not all(map(_has_equal_rows, rows)):
+        names, count = _axis_words(equal_axes), here.mesh.axis_size(tuple(equal_axes))
+        axes_argument, equal_argument = (
+            a[0] if len(a) == 1 else tuple(a) for a in (axes, equal_axes)
+        )
+        warn(_EQUAL_BATCHES.format(names, count, axes_argument, equal_argument))
 
 
-def _equal_along(i: int, sizes: Sequence[int], every: Sequence[bytes]) -> bool:
-    """True if the ranks that differ in coordinate ``i`` alone have equal digests."""
-    places = itertools.product(*map(range, sizes))
-    by_place = dict(zip(places, every, strict=True))
-    return all(x == by_place[*p[:i], 0, *p[i + 1 :]] for p, x in by_place.items())
+def _equal_along(i: int, sizes: Sequence[int], digests: Sequence[bytes]) -> bool:
+    """Returns whether ranks that differ in coordinate ``i`` alone have equal digests.
+
+    Args:
+        sizes: those of the axes.
+        digests: the digest of each rank, the last axis fastest.
+    """
+    all_coordinates = itertools.product(*map(range, sizes))
+    digest_at = dict(zip(all_coordinates, digests, strict=True))
+    return all(
+        x == digest_at[*coordinates[:i], 0, *coordinates[i + 1 :]]
+        for coordinates, x in digest_at.items()
+    )
 
 
-def _is_one_row(x: Tensor) -> bool:
-    """True if all rows of a tensor are alike; of one row, its elements."""
+def _has_equal_rows(x: Tensor) -> bool:
+    """Returns whether all rows of a tensor are alike; of one row, its elements."""
     with torch.no_grad():
         x = x.flatten() if len(x) == 1 else x
         return bool((x == x[:1]).all())
 
 
-_EQUAL = (
+_EQUAL_BATCHES = (
     "the ranks along {} are given equal batches: all {} train on the same rows. Give "
     "each its own, ff.local_batch(batch, mesh, {!r}) of a batch that every rank holds; "
     "or say that it is meant, shard(..., equal_batches={!r})"

@@ -1,253 +1,317 @@
-"""Facts about results, from those about the operands."""
+"""The facts about an operator's result, from the facts about its operands.
+
+`result_facts` is called for each operator between units, by `typed_operators`, once the
+result's type is table. The other functions follow rows and gradients through operators,
+for the rule "rows" (`provenance`).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 from torch import Tensor
+from torch.autograd.graph import Node
 
 from fsfunc import _torch, tree
 from fsfunc.comm.attribution import is_internal, source_line
 from fsfunc.sharded.leaf import Sharded, is_sharded
-from fsfunc.tracing.knowledge import Known, Origin, Seen
-from fsfunc.tracing.operators import COPIES, OperatorClass, number, shown
+from fsfunc.tracing.knowledge import FactTable, Origin, TensorFacts
+from fsfunc.tracing.operators import COPIES, OperatorClass, comparable, partial_view
 from fsfunc.tracing.provenance import (
     NOTHING,
     UNKNOWN,
-    Along,
+    DimKey,
     Gradient,
     Provenance,
     Rows,
-    crossed,
-    factors,
-    joined,
-    met,
-    nonlinear,
-    takes_rows,
+    copies_rows,
+    find_crossed,
+    find_unlike,
+    is_nonlinear,
+    join,
+    linear_factors,
 )
-from fsfunc.tracing.rules import refused
+from fsfunc.tracing.rules import rule_error
 from fsfunc.tracing.types import PARTS, Kind, Operand
 
 
 @dataclass(frozen=True)
 class OperatorCall:
-    """An operator that has run, and what is known of what it was given.
+    """An operator that has run, and what is known of its arguments.
 
     Args:
-        op: its class; ``given``: its arguments; ``made``: what it made, or wrote into.
-        tensors: those among the arguments; ``sources``: the facts about each.
-        operands: of those whose values it reads.
-        node: the autograd node that runs it, if any; ``origin``: the operator of the
-            forward pass that it is of.
-        trusted: whether the library calls it.
+        op: its class.
+        arguments: its arguments.
+        results: the tensors that it made, or wrote into.
+        tensors: the tensors among the arguments.
+        facts: the facts about each of these.
+        operands: what `types.result_kind` asks of those whose values it reads.
+        node: the autograd node whose backward runs it, if one does.
+        origin: the operator of the forward pass that it belongs to.
+        trusted: whether the library calls it, which knows what it does with parts.
     """
 
     op: OperatorClass
-    given: Sequence[Any]
-    made: Sequence[Tensor]
+    arguments: Sequence[Any]
+    results: Sequence[Tensor]
     tensors: Sequence[Tensor]
-    sources: Sequence[Seen]
+    facts: Sequence[TensorFacts]
     operands: Sequence[Operand]
-    node: Any
+    node: Node | None
     origin: Origin | None
     trusted: bool
 
     @property
     def line(self) -> str:
-        """The line that it is of."""
+        """The line of the user's code that it belongs to."""
         if self.node is not None or self.origin is None:
             return source_line()
-        return self.origin.where
+        return self.origin.line
 
     @property
-    def facts(self) -> list[tuple[Tensor, Seen]]:
-        return list(zip(self.tensors, self.sources, strict=True))
+    def pairs(self) -> list[tuple[Tensor, TensorFacts]]:
+        """Each tensor among the arguments, with the facts about it."""
+        return list(zip(self.tensors, self.facts, strict=True))
 
 
-def seen_of(known: Known, call: OperatorCall, kind: Kind, digest: Any) -> Seen:
-    """The facts about the first result of a call, which is of this kind.
+def result_facts(
+    table: FactTable, call: OperatorCall, kind: Kind, digest: Hashable
+) -> TensorFacts:
+    """Returns the facts about the first result of a call.
+
+    Args:
+        table: the facts about tensors.
+        call: the operator's call.
+        kind: the type of its results.
+        digest: a key of their value, if they are constants.
 
     Raises:
-        LawError: of gradients that do not mean here what they would on one device.
+        LawError: it combines gradients that are means here, and are not on one device.
     """
-    op, y, pairs = call.op, call.made[0], call.origin and call.origin.of_pairs
+    op, y, of_pairs = call.op, call.results[0], call.origin and call.origin.of_pairs
     # Each element is made of those at its place: what is one number stays one.
-    elementwise = op.elementwise or op.name == "select_backward" and bool(pairs)
+    elementwise = op.elementwise or op.name == "select_backward" and bool(of_pairs)
     uniform = elementwise and all([x.number for x in call.operands])
-    found = next((x for x in call.sources if x.kind is kind), None)
-    if kind in PARTS and found is None:  # a sum over parts, which is of the same leaf
-        part = next((x for x in call.sources if x.kind in PARTS), None)
-        found = part and part._replace(kind=kind)
-    if found is None or kind is Kind.K:
-        found = Seen(kind, f"what {op.name} made", call.line, digest)
+    # Messages name a result after an operand of its type: a part stays a part of its
+    # leaf, and what differs between ranks has the name of what it came from.
+    facts = next((x for x in call.facts if x.kind is kind), None)
+    if kind in PARTS and facts is None:  # a sum over parts, which is of the same leaf
+        part = next((x for x in call.facts if x.kind in PARTS), None)
+        facts = part and part._replace(kind=kind)
+    if facts is None or kind is Kind.K:
+        facts = TensorFacts(kind, f"what {op.name} made", call.line, digest)
     if kind is Kind.A:
-        made = any(x.parameter or x.kind is Kind.I for x in call.sources)
-        found = found._replace(parameter=True) if made else found
-    found = found._replace(
+        has_parameters = any(x.from_parameters or x.kind is Kind.I for x in call.facts)
+        facts = facts._replace(from_parameters=True) if has_parameters else facts
+    facts = facts._replace(
         uniform=(uniform or op.factory or op.alike) and not op.random
     )
+    # What a backward pass makes is followed by `checker`, which knows whose gradient it
+    # is and of which rows.
     if _torch.current_node() is not None:
-        return found._replace(flat=False, made_of=NOTHING, value=0)
-    # Elements of a row stay where they are.
-    rows, lies = op.elementwise or call.trusted, y.ndim == 1
-    lies = lies or y.ndim == 2 and known.is_paired(y)
-    return found._replace(
-        flat=rows and lies and any([x.flat for x in call.sources]),
-        made_of=made_of(known, call),
-        value=0 if op.random else value_of(known, call),
+        return facts._replace(flat=False, provenance=NOTHING, value_key=0)
+    # A result of a 1-D part is one too, if each element stays at its place.
+    stays_in_place, is_row = op.elementwise or call.trusted, y.ndim == 1
+    is_row = is_row or y.ndim == 2 and table.is_paired(y)
+    return facts._replace(
+        flat=stays_in_place and is_row and any([x.flat for x in call.facts]),
+        provenance=result_provenance(table, call),
+        value_key=0 if op.random else result_value_key(table, call),
     )
 
 
-def value_of(known: Known, call: OperatorCall) -> int:
-    """A hash of a result: of the operator and the values of its operands."""
+def result_value_key(table: FactTable, call: OperatorCall) -> int:
+    """Returns a key of a result: of the operator and the values of its operands."""
     if call.op.name in COPIES:
-        return known.value(*call.facts[-1])
-    each = iter(call.facts)
-    of = [
-        known.value(*next(each)) if isinstance(x, Tensor) else number(x)
-        for x in call.given
+        return table.value_key(*call.pairs[-1])
+    pairs = iter(call.pairs)
+    operand_keys = [
+        table.value_key(*next(pairs)) if isinstance(x, Tensor) else comparable(x)
+        for x in call.arguments
     ]
-    return hash((call.op.name, *of))
+    return hash((call.op.name, *operand_keys))
 
 
-def made_of(known: Known, call: OperatorCall) -> Provenance:
-    """Of what the results of a call are made.
+def result_provenance(table: FactTable, call: OperatorCall) -> Provenance:
+    """Returns of what the results of a call are made.
 
     Raises:
-        LawError: of gradients that do not mean here what they would on one device.
+        LawError: it combines gradients that are means here, and are not on one device.
     """
-    op, given, facts = call.op, call.given, call.facts
-    if op.name in ("copy", "fill", "zero") and shown(given[0]) is None:
-        facts = facts[1:]  # of the first nothing is left
-    tensors, y = [x for x, _ in facts], call.made[0]
-    each = [known.made_of(*x) for x in facts]
-    chosen = _chosen(known, op, given, facts)
-    if not any([x.gradients for x in each]):
-        return joined([*each, *chosen])
-    bends = nonlinear(op, given, [bool(x.gradients) for x in each])
-    if bends is None:
-        return joined([*(x._replace(gradients=frozenset()) for x in each), *chosen])
-    if bends and not is_internal():
-        if (found := crossed(each, known.own.cover, known.own.lone)) is not None:
-            raise _apart(op.name, *found)
-    if not bends:  # it adds terms, or sums over their dims
-        terms = zip(tensors, each, factors(op, given, tensors), strict=True)
-        each = [
-            p.lying(partial(_lying, op, given, x, y)).scaled(by) for x, p, by in terms
+    op, arguments, pairs = call.op, call.arguments, call.pairs
+    if op.name in ("copy", "fill", "zero") and partial_view(arguments[0]) is None:
+        pairs = pairs[1:]  # the first is overwritten, all of it
+    tensors, y = [x for x, _ in pairs], call.results[0]
+    provenances = [table.provenance(*x) for x in pairs]
+    chosen_rows = _chosen_rows(table, op, arguments, pairs)
+    if not any([x.gradients for x in provenances]):
+        return join([*provenances, *chosen_rows])
+    changes = is_nonlinear(op, arguments, [bool(x.gradients) for x in provenances])
+    if changes is None:
+        return join(
+            [*(x._replace(gradients=frozenset()) for x in provenances), *chosen_rows]
+        )
+    if changes and not is_internal():
+        if (
+            crossed_rows := find_crossed(
+                provenances, table.rank_local.is_of_all_rows, table.rank_local.is_single
+            )
+        ) is not None:
+            raise _rows_error(op.name, *crossed_rows)
+    if not changes:  # it adds terms, or sums over their dims
+        terms = zip(
+            tensors, provenances, linear_factors(op, arguments, tensors), strict=True
+        )
+        provenances = [
+            provenance.rearranged(partial(_moved_dim, op, arguments, x, y)).scaled(
+                factor
+            )
+            for x, provenance, factor in terms
         ]
-    stacked = _along(y, _dim(given, tensors[0])) if op.joins else None
-    made_of = joined([*each, *chosen], stacked)
+    stacked = _dim_key(y, _joined_dim(arguments, tensors[0])) if op.joins else None
+    joined = join([*provenances, *chosen_rows], stacked)
     if not is_internal():
-        together(op.name, each)
-    return made_of.changed(f"{op.name} at {source_line()}") if bends else made_of
+        combine(op.name, provenances)
+    return joined.changed_at(f"{op.name} at {source_line()}") if changes else joined
 
 
-def _lying(
-    op: OperatorClass, given: Sequence[Any], x: Tensor, made: Tensor, along: Along
-) -> Along | None:
-    """The dim of a result that has the rows of ``x``; None: they are summed.
+def _moved_dim(
+    op: OperatorClass, arguments: Sequence[Any], x: Tensor, made: Tensor, along: DimKey
+) -> DimKey | None:
+    """Returns the dim of a result that has the rows of ``x``; None if they are summed.
 
-    As views share memory with ``x``, the dim is found by its stride.
+    A dim is given by its stride and size, as facts are about a storage: a view of ``x``
+    may have the dim at another place, with the same stride.
+
+    Args:
+        op: the operator's class.
+        arguments: its arguments.
+        x: one of these, in which gradients of several rows lie side by side.
+        made: the result.
+        along: the dim of ``x`` along which they lie.
     """
-    dims = [dim for dim in range(x.ndim) if _along(x, dim) == along]
+    dims = [dim for dim in range(x.ndim) if _dim_key(x, dim) == along]
     if len(dims) != 1:
         return UNKNOWN
-    dim, same = dims[0], made.ndim == x.ndim
+    dim, same_ndim = dims[0], made.ndim == x.ndim
     if op.name in ("sum", "mean"):
-        over = [n % x.ndim for n in given if type(n) is int] or range(x.ndim)
-        if dim in over:
+        reduced_dims = [n % x.ndim for n in arguments if type(n) is int] or range(
+            x.ndim
+        )
+        if dim in reduced_dims:
             return None
-        return _along(made, dim if same else dim - sum(n < dim for n in over))
+        return _dim_key(
+            made, dim if same_ndim else dim - sum(n < dim for n in reduced_dims)
+        )
     if op.name == "stack":
-        return _along(made, dim + (_dim(given, x) <= dim))
-    if op.name in ("mm", "matmul") and x is given[0] and same and not dim:
-        return _along(made, 0)
-    keeps = op.elementwise or op.name in COPIES or op.name == "cat"
-    kept = keeps and same and made.shape[dim] == x.shape[dim]
-    return _along(made, dim) if kept else UNKNOWN
+        return _dim_key(made, dim + (_joined_dim(arguments, x) <= dim))
+    if op.name in ("mm", "matmul") and x is arguments[0] and same_ndim and not dim:
+        return _dim_key(made, 0)
+    keeps_places = op.elementwise or op.name in COPIES or op.name == "cat"
+    is_kept = keeps_places and same_ndim and made.shape[dim] == x.shape[dim]
+    return _dim_key(made, dim) if is_kept else UNKNOWN
 
 
-def _along(x: Tensor, dim: int) -> Along:
+def _dim_key(x: Tensor, dim: int) -> DimKey:
+    """Returns the stride and size of a dim, by which views of a tensor find it."""
     return x.stride(dim), x.shape[dim]
 
 
-def _dim(given: Sequence[Any], x: Tensor) -> int:
-    """The dim along which tensors are put side by side."""
-    return next((n % (x.ndim + 1) for n in given if type(n) is int), 0)
+def _joined_dim(arguments: Sequence[Any], x: Tensor) -> int:
+    """Returns the dim along which ``cat`` or ``stack`` puts tensors side by side."""
+    return next((n % (x.ndim + 1) for n in arguments if type(n) is int), 0)
 
 
 _PRODUCTS = {"mm", "mv", "bmm", "matmul", "dot"}
 
 
-def _chosen(
-    known: Known, op: OperatorClass, given: Sequence[Any], facts: Sequence[Any]
+def _chosen_rows(
+    table: FactTable,
+    op: OperatorClass,
+    arguments: Sequence[Any],
+    pairs: Sequence[tuple[Tensor, TensorFacts]],
 ) -> list[Provenance]:
-    """Rows of an own tensor that are copied, or that constants choose or weigh."""
-    if takes_rows(op, given) and facts[0][1].kind is Kind.V:
-        return [_picked(known, *(x for x, _ in facts))]
-    own = next((x for x, seen in facts if seen.kind is Kind.V and x.ndim), None)
+    """Returns the rows of an own tensor that are copied, or weighed by a constant."""
+    if copies_rows(op, arguments) and pairs[0][1].kind is Kind.V:
+        return [_picked_rows(table, *(x for x, _ in pairs))]
+    own = next((x for x, facts in pairs if facts.kind is Kind.V and x.ndim), None)
     if own is None or own.shape[0] < 2:
         return []
-    found, product = [], op.name in _PRODUCTS
-    for c, seen in facts:
-        if seen.kind is Kind.K and not seen.uniform and c.ndim:
-            along = c.shape[-1 if product else 0] == own.shape[0]
-            if along and (product or op.elementwise and c.ndim == own.ndim):
-                found.append(known.weighed(own, c))
-    return found
+    provenances, is_product = [], op.name in _PRODUCTS
+    for constant, facts in pairs:
+        if facts.kind is Kind.K and not facts.uniform and constant.ndim:
+            matches_rows = constant.shape[-1 if is_product else 0] == own.shape[0]
+            if matches_rows and (
+                is_product or op.elementwise and constant.ndim == own.ndim
+            ):
+                provenances.append(table.weighed_rows(own, constant))
+    return provenances
 
 
-def pulled_with(known: Known, of: Any) -> list[Provenance]:
-    """The rows that constants choose by which derivatives are pulled back."""
-    tensors = [x for x in known.tensors(of) if x.ndim]
-    own = next((x for x in tensors if known.kind(x) is Kind.V), None)
+def rows_of_derivative(
+    table: FactTable, differentiated: tree.PyTree
+) -> list[Provenance]:
+    """Returns the rows that a derivative is of, as its cotangents choose them.
+
+    A cotangent with a one among zeros chooses a row of the loss.
+
+    Args:
+        table: the facts about tensors.
+        differentiated: the differentiated values, and the cotangents.
+    """
+    tensors = [x for x in table.tensors_in(differentiated) if x.ndim]
+    own = next((x for x in tensors if table.kind(x) is Kind.V), None)
     if own is None:
         return []
-    seen = [(c, known.of(c)) for c in tensors if len(c) > 1]
+    constants = [
+        (constant, table.of(constant)) for constant in tensors if len(constant) > 1
+    ]
     return [
-        known.weighed(own, c)
-        for c, about in seen
-        if _torch.mapped_at(c) or about.kind is Kind.K and not about.uniform
+        table.weighed_rows(own, constant)
+        for constant, facts in constants
+        if _torch.mapped_at(constant) or facts.kind is Kind.K and not facts.uniform
     ]
 
 
-def _picked(known: Known, x: Tensor, *where: Tensor) -> Provenance:
-    """Some rows of an own tensor, copied."""
-    known.own.picked(x)
-    which = tuple(map(known.value, where))
-    one = Rows(known.value(x), known.of(x).what, which)
-    return Provenance(frozenset((one,)))
+def _picked_rows(table: FactTable, x: Tensor, *index: Tensor) -> Provenance:
+    """Returns the provenance of rows of an own tensor, copied by index tensors."""
+    table.rank_local.note_slice(x)
+    index_keys = tuple(map(table.value_key, index))
+    rows = Rows(table.value_key(x), table.of(x).title, index_keys)
+    return Provenance(frozenset((rows,)))
 
 
-def together(name: str, given: Sequence[Provenance]) -> Provenance:
-    """The rows and gradients of a value that operator ``name`` makes of several.
+def combine(name: str, provenances: Sequence[Provenance]) -> Provenance:
+    """Returns the provenance of a value that operator ``name`` makes of several.
 
     Raises:
-        LawError: gradients of different rows are combined.
+        LawError: gradients of unlike rows are combined.
     """
-    if (found := met(given)) is not None:
-        raise _apart(name, *found)
-    return joined(given)
+    if (unlike := find_unlike(provenances)) is not None:
+        raise _rows_error(name, *unlike)
+    return join(provenances)
 
 
-def _apart(op: str, one: Gradient, other: Gradient, rows: Rows) -> Exception:
-    """The error for combining two changed gradients that are of different rows."""
-    where = ", ".join(x.where for x in (one, other) if x.where)
-    changed = f", each changed by what is not linear: {where}" if where else ""
+def _rows_error(op: str, first: Gradient, second: Gradient, rows: Rows) -> Exception:
+    """Returns the error for combining two changed gradients that are of unlike rows."""
+    changes = ", ".join(gradient.line for gradient in (first, second) if gradient.line)
+    changed = f", each changed by what is not linear: {changes}" if changes else ""
     line = source_line()
-    return refused("apart", op=op, line=line, rows=rows.name, changed=changed)
+    return rule_error("apart", op=op, line=line, rows=rows.name, changed=changed)
 
 
-def placed(x: Sharded, kind: Kind, name: str) -> Seen:
-    """The facts about a placed leaf's local tensor."""
-    return Seen(kind, name, flat=kind is Kind.I and x.ndim > 1)
+def placed_facts(x: Sharded, kind: Kind, name: str) -> TensorFacts:
+    """Returns the facts about a placed leaf's local tensor."""
+    return TensorFacts(kind, name, flat=kind is Kind.I and x.ndim > 1)
 
 
-def pairs(by: Any, found: Any) -> list[tuple[Any, Any]]:
-    """Each leaf that is differentiated, with its gradient."""
-    leaves, treedef = tree.flatten(by, is_leaf=is_sharded)
-    grads: list[Any] = treedef.flatten_up_to(found)  # type: ignore[arg-type]
+def gradient_pairs(
+    arguments: tree.PyTree, gradients: tree.PyTree
+) -> list[tuple[tree.Leaf, tree.Leaf]]:
+    """Returns each leaf that is differentiated, with its gradient."""
+    leaves, treedef = tree.flatten(arguments, is_leaf=is_sharded)
+    grads: list[Any] = treedef.flatten_up_to(gradients)  # type: ignore[arg-type]
     return list(zip(leaves, grads, strict=True))

@@ -1,9 +1,13 @@
-"""The rules of the first call, each in one place: what a refusal says, and its name.
+"""The rules that the first call of a sharded step is held to, and their error messages.
 
-``help(ff.shard)`` lists them. A new rule is a new entry of `RULES`: who finds
-it broken raises `refused` with the name of one of its cases. ``tests/tracing/
-test_rules.py`` runs the examples of each: the one is refused by that name, the other
-runs and is right.
+Each `Rule` of `RULES` has a name, one sentence, a program that breaks it, one that is
+right, and the message of each of its cases. ``help(ff.shard)`` lists the rules.
+
+To add a rule, add an entry to `RULES`, and raise `rule_error` (or `operand_error`,
+which fills in the operator and its operands) with the name of one of its cases where
+the rule is found broken: in `checker` and `typed_operators`, mostly. ``tests/tracing/
+test_rules.py`` runs both examples of each rule: the first must be refused under the
+rule's name, the second must run and give what one device gives.
 """
 
 from __future__ import annotations
@@ -16,16 +20,16 @@ from typing import Any
 from fsfunc.comm.attribution import source_line
 from fsfunc.comm.typed_maps import LawError
 from fsfunc.sharded.leaf import NotATensor
-from fsfunc.tracing.knowledge import Seen
+from fsfunc.tracing.knowledge import TensorFacts
 from fsfunc.tracing.types import PARTS, Kind
 
 
 class RowsApart(LawError):
-    """Gradients that were taken row by row are means over the ranks by now."""
+    """Gradients of single rows are combined, and are means over the ranks already."""
 
 
 class Unsteady(RuntimeError):
-    """A step does another thing each time that it is run."""
+    """A step does not do the same each time that it is run."""
 
 
 @dataclass(frozen=True)
@@ -33,22 +37,23 @@ class Rule:
     """A rule that the first call of a step holds it to.
 
     Args:
-        name: a word or two, which its refusals bear.
-        says: the rule, in one sentence.
-        breaks: a program that is refused; ``keeps``: the way out of it.
-        texts: what a refusal says, by the case.
-        error: its class; ``errors``: that of a case, if it is another.
+        name: a word or two, which ends each of its error messages.
+        sentence: the rule, in one sentence.
+        refused_example: a program that breaks it.
+        accepted_example: the same, as it should be written.
+        texts: its error messages by case, as formats.
+        error: the class of its errors, unless the caller gives another.
     """
 
     name: str
-    says: str
-    breaks: str
-    keeps: str
+    sentence: str
+    refused_example: str
+    accepted_example: str
     texts: Mapping[str, str]
     error: type[Exception] = LawError
 
 
-RULES = (
+RULES: tuple[Rule, ...] = (
     # Parts of leaves, between units
     Rule(
         "own value",
@@ -57,7 +62,7 @@ RULES = (
         'ff.tree_scale(w, ff.pmean(x.mean(), "data"))',
         {
             "own": (
-                "{at} puts together this rank's part of {part} and {own}, which "
+                "{call} puts together this rank's part of {part} and {varying}, which "
                 "differs from rank to rank: the parts would be of no one tensor. Take "
                 "ff.pmean of it first, and ff.tree_scale(tree, factor) where it is a "
                 "factor; or work on whole tensors, in a unit or by ff.unshard and "
@@ -72,7 +77,7 @@ RULES = (
         "each(torch.add, w, ff.randn_like(w))",
         {
             "random": (
-                "{at} draws on this rank's part of {part}: every rank would draw the "
+                "{call} draws on this rank's part of {part}: every rank would draw the "
                 "same for another part. Use ff.randn_like(tree), which draws the whole "
                 "leaf's numbers"
             ),
@@ -85,10 +90,10 @@ RULES = (
         "ff.lay_like(each(lambda a: a + torch.eye(4), ff.unshard(w)), w)",
         {
             "positions": (
-                "{at} puts together this rank's part of {part} and a tensor that is no "
-                "single number ({other}): the part is a range of the leaf's elements, "
-                "1-D, and not the same on every rank. Use ff.unshard(tree) and "
-                "ff.lay_like(result, tree), or zeros_like and the like of the part"
+                "{call} puts together this rank's part of {part} and a tensor that is "
+                "no single number ({other}): the part is a range of the leaf's "
+                "elements, 1-D, and not the same on every rank. Use ff.unshard(tree) "
+                "and ff.lay_like(result, tree), or zeros_like and the like of the part"
             ),
         },
     ),
@@ -99,7 +104,7 @@ RULES = (
         "ff.tree_sum(each(torch.square, w))",
         {
             "sums": (
-                "{at} sums over this rank's part of {part} alone: use "
+                "{call} sums over this rank's part of {part} alone: use "
                 "ff.tree_sum(tree), or ff.global_norm(tree), which sum over all of it"
             ),
             "parts": (
@@ -123,7 +128,7 @@ RULES = (
         "ff.lay_like(each(lambda a: a.sort()[0], ff.unshard(w)), w)",
         {
             "mixes": (
-                "{at} mixes the elements of this rank's part of {part}, which is a "
+                "{call} mixes the elements of this rank's part of {part}, which is a "
                 "range of the leaf's, 1-D: use ff.unshard(tree) for whole tensors and "
                 "ff.lay_like(result, tree) for the way back; ff.tree_sum and "
                 "ff.global_norm for sums. What has a derivative for each element "
@@ -131,14 +136,14 @@ RULES = (
                 "ff.unit(fn, whole=True)"
             ),
             "dims": (
-                "{at} is given this rank's part of {part}, a range of the leaf's "
+                "{call} is given this rank's part of {part}, a range of the leaf's "
                 "elements, which is 1-D whatever dims the leaf has, and raises "
                 "{raised}. Use ff.unshard(tree) for whole tensors and "
                 "ff.lay_like(result, tree) for the way back, or do it in a unit, whose "
                 "parameters are whole"
             ),
             "pairs": (
-                "{at} reads the dims of torch.view_as_real of this rank's part of "
+                "{call} reads the dims of torch.view_as_real of this rank's part of "
                 "{part}, or works along them: the part is a range of the leaf's "
                 "elements, 1-D. w.real and w.imag are parts as w is; "
                 "torch.view_as_real(w) of the whole leaf is taken in a unit, whose "
@@ -167,9 +172,9 @@ RULES = (
         "grad(lambda w: loss(ff.tree_scale(w, ff.global_norm(w)), x))(w)",
         {
             "term": (
-                "a sum over this rank's part alone, in {at}, is taken for the whole: a "
-                "number that multiplies parts of {part} is differentiated. Multiply by "
-                "ff.tree_scale(tree, factor)"
+                "a sum over this rank's part alone, in {call}, is taken for the whole: "
+                "a number that multiplies parts of {part} is differentiated. Multiply "
+                "by ff.tree_scale(tree, factor)"
             ),
             "no term": "{op}: expected a sum over parts, found {first}",
         },
@@ -182,7 +187,7 @@ RULES = (
         {
             "rows": (
                 "a derivative along each element of a sharded leaf (jacfwd, hessian) "
-                "at {at}: row k would be element k of every rank's part. Take it "
+                "at {call}: row k would be element k of every rank's part. Take it "
                 "inside a unit that has the leaf whole: ff.unit(fn, whole=True)"
             ),
             "mapped": (
@@ -245,12 +250,12 @@ RULES = (
             ),
             "numbers": (
                 "{op} is not the same on every rank, and what it is applied to is one "
-                "value: at {line} it is {said} here"
+                "value: at {line} it is {text} here"
             ),
             "beside": (
                 "what a loss returns beside its value to be combined over the ranks "
                 "has other names, or is combined in another way, on other ranks: at "
-                "{line} it is {said} here. Of averages, ff.Summed and ff.Max each rank "
+                "{line} it is {text} here. Of averages, ff.Summed and ff.Max each rank "
                 "must return the same; what is a rank's own, as rows are, may differ"
             ),
         },
@@ -482,55 +487,67 @@ RULES = (
     ),
 )
 
-_RULES = {case: rule for rule in RULES for case in rule.texts}
+_RULES: dict[str, Rule] = {case: rule for rule in RULES for case in rule.texts}
 
 
-def refused(case: str, error: type[Exception] | None = None, **words: Any) -> Exception:
-    """The error of a case of a rule, which bears the rule's name.
+def rule_error(
+    case: str, error: type[Exception] | None = None, **words: Any
+) -> Exception:
+    """Returns the error for a case of a rule; its message ends with the rule's name.
 
     Args:
-        error: its class, if not the rule's; ``words``: what its text asks for.
+        case: a key of the rule's ``texts``.
+        error: the class of the error, if not the rule's.
+        words: the fields of the text.
     """
     rule = _RULES[case]
     text = rule.texts[case].format(**words)
     return (error or rule.error)(f"{text} (rule {rule.name!r} of help(ff.shard))")
 
 
-def refusal(
+def operand_error(
     case: str,
     op: str,
-    seen: Sequence[Seen],
+    facts: Sequence[TensorFacts],
     forward: tuple[str, str] | None = None,
     error: Exception | None = None,
 ) -> Exception:
-    """The same of what an operator, or a collective, was given.
+    """Returns the error for an operator, or a collective, and the operands it refuses.
+
+    The fields of the text are found among the facts about the operands: the first part
+    of a leaf, the first that is none, the first that varies from rank to rank.
 
     Args:
-        op: its name; ``seen``: what is known of what it was given.
-        forward: for the derivative of an operator, its name and line.
-        error: what torch raised.
+        case: a key of a rule's ``texts``.
+        op: the operator's name; "" for a gradient that is taken by torch itself.
+        facts: the facts about the operands.
+        forward: in a backward pass, the name and line of the forward operator.
+        error: what torch raised, if it did.
     """
     line = source_line()
+    # A user cannot find a backward operator: the line is that of its forward.
     where = forward[1] if forward else line
-    at = f"{op} at {where}" if op else f"the derivative at {where}"
-    return refused(
+    call = f"{op} at {where}" if op else f"the derivative at {where}"
+    return rule_error(
         case,
-        at=f"{forward[0]}'s derivative, of {where}" if forward else at,
+        call=f"{forward[0]}'s derivative, of {where}" if forward else call,
         op=op,
         line=line,
-        part=next((x for x in seen if x.kind in PARTS or x.flat), None),
-        other=next((x for x in seen if x.kind not in PARTS), None),
-        own=next((x for x in seen if x.kind is Kind.V), None),
-        first=seen[0] if seen else None,
-        second=seen[-1] if seen else None,
+        part=next((x for x in facts if x.kind in PARTS or x.flat), None),
+        other=next((x for x in facts if x.kind not in PARTS), None),
+        varying=next((x for x in facts if x.kind is Kind.V), None),
+        first=facts[0] if facts else None,
+        second=facts[-1] if facts else None,
         raised=repr(error),
     )
 
 
-def listed() -> str:
-    """The rules as ``help(ff.shard)`` shows them."""
-    found = []
+def describe_rules() -> str:
+    """Returns the rules and their examples as ``help(ff.shard)`` shows them."""
+    lines: list[str] = []
     for rule in RULES:
-        says = textwrap.wrap(f"- {rule.name}: {rule.says}", 80, subsequent_indent="  ")
-        found += [*says, f"    refused: {rule.breaks}", f"    instead: {rule.keeps}"]
-    return "\n".join(found)
+        headline = f"- {rule.name}: {rule.sentence}"
+        lines += textwrap.wrap(headline, 80, subsequent_indent="  ")
+        lines += [f"    refused: {rule.refused_example}"]
+        lines += [f"    instead: {rule.accepted_example}"]
+    return "\n".join(lines)

@@ -1,5 +1,7 @@
 """Values that are each rank's own along an axis that no ``shard`` averages over.
 
+This is for the rule "split work" of the type check, of which it is a part.
+
 Along such an axis (of a model, of a context) the ranks share the work of one loss. What
 a step is given is one value on all of them, but for leaves that are split there. A
 value becomes each rank's own by ``ff.pcast(x, axis, to="V")``, or by a collective whose
@@ -13,20 +15,20 @@ ranks, and so would a loss that is each rank's own.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import TypeAlias
 
 from torch import Tensor
 
-from fsfunc import _torch
+from fsfunc import _torch, tree
 from fsfunc.comm.attribution import is_internal, source_line
 from fsfunc.comm.groups import RankGroup
 from fsfunc.comm.linear_maps import LinearMap
 from fsfunc.runtime.memory import StorageTable
 from fsfunc.sharded.leaf import Sharded
-from fsfunc.tracing.operators import OF_LISTS, flat, rows
-from fsfunc.tracing.rules import refused
+from fsfunc.tracing.operators import OF_LISTS, by_position, flatten_lists
+from fsfunc.tracing.rules import rule_error
 
-Axes = frozenset[str]
+Axes: TypeAlias = frozenset[str]
 _NONE: Axes = frozenset()
 
 
@@ -40,67 +42,89 @@ class SplitWork:
     def __init__(self, means: Iterable[str]):
         self._means = frozenset(means)
         self._axes = StorageTable[Axes]()
-        self._some = False  # until there is such a value, operators cost nothing
+        self._has_any = False  # until there is such a value, operators cost nothing
 
     def of(self, x: Tensor) -> Axes:
-        """The axes along which a tensor is each rank's own."""
-        return self._axes.get(_torch.unwrapped(x)) or _NONE if self._some else _NONE
+        """Returns the axes along which a tensor is each rank's own."""
+        return self._axes.get(_torch.unwrapped(x)) or _NONE if self._has_any else _NONE
 
-    def over(self, axes: Iterable[str]) -> Axes:
-        """Those of some axes that are followed."""
+    def followed(self, axes: Iterable[str]) -> Axes:
+        """Returns those of ``axes`` that no ``shard`` averages over."""
         return frozenset(axes) - self._means
 
     def add_part(self, leaf: Sharded) -> None:
-        """Says that a leaf's part is each rank's own, along the axes that split it."""
+        """Notes that a leaf's part is each rank's own, along the axes that split it."""
         splits = leaf.layout.splits
-        if splits and (axes := self.over(s.axis for s in splits if s.size > 1)):
-            held = leaf._local if leaf._range is None else leaf._range[0]
-            self._put(held, self.of(held) | axes)
+        if splits and (
+            axes := self.followed(split.axis for split in splits if split.size > 1)
+        ):
+            memory_tensor = leaf._local if leaf._range is None else leaf._range[0]
+            self._set(memory_tensor, self.of(memory_tensor) | axes)
 
-    def _put(self, x: Tensor, axes: Axes) -> None:
-        if axes or self._some:
-            self._some = True
+    def _set(self, x: Tensor, axes: Axes) -> None:
+        if axes or self._has_any:
+            self._has_any = True
             self._axes[_torch.unwrapped(x)] = axes
 
-    def operator(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
+    def operator(
+        self,
+        func: _torch.OpOverload,
+        args: _torch.Args,
+        kwargs: _torch.Kwargs,
+        out: tree.PyTree,
+    ) -> None:
         """Notes what an operator has made, or written into."""
-        if not self._some:
+        if not self._has_any:
             return
-        made = flat([out, _torch.written(func, args, kwargs) or []])
-        made = [y for y in made if isinstance(y, Tensor)]
-        each: Any = [(flat([args, kwargs]), made)]
+        results = flatten_lists([out, _torch.written(func, args, kwargs) or []])
+        results = [y for y in results if isinstance(y, Tensor)]
+        rows = [(flatten_lists([args, kwargs]), results)]
         if func._schema.name.startswith(OF_LISTS):
-            each = rows(args, kwargs, made)
-        for given, results in each:
-            axes = _NONE.union(*(self.of(x) for x in given if isinstance(x, Tensor)))
-            for y in results:
+            rows = by_position(args, kwargs, results)
+        for arguments, row_results in rows:
+            axes = _NONE.union(
+                *(self.of(x) for x in arguments if isinstance(x, Tensor))
+            )
+            for y in row_results:
                 if not axes <= self.of(y):
-                    self._put(y, self.of(y) | axes)
+                    self._set(y, self.of(y) | axes)
 
-    def check_enters(self, x: Tensor, how: LinearMap, where: RankGroup) -> None:
+    def check_enters(self, x: Tensor, linear_map: LinearMap, ranks: RankGroup) -> None:
         """Raises where a forward pass would differentiate a map of one value.
 
         Its transpose gives each rank the gradient of its own share, and nothing adds up
         the shares: ``pcast`` does, whose transpose is a sum. A map that is not
-        differentiated multiplies by n, as it says, and is right (ranks are counted so).
+        differentiated multiplies by n, as it says, and is right: so ranks are counted.
         """
         if is_internal() or not x.requires_grad:
             return
-        if where.size > 1 and _sends(how):
-            lacking = self.over(where.axis) - self.of(x)
+        if ranks.size > 1 and _sends(linear_map):
+            lacking = self.followed(ranks.axis) - self.of(x)
             if lacking and _torch.current_node() is None:  # else of a cotangent
-                name = "pmean" if how.power else how.op
+                name = "pmean" if linear_map.power else linear_map.op
                 line, axis = source_line(), min(lacking)
-                raise refused("enters", op=name, line=line, axis=axis)
+                raise rule_error("enters", op=name, line=line, axis=axis)
 
-    def moved(self, x: Tensor, how: LinearMap, where: RankGroup, y: Tensor) -> None:
+    def moved(
+        self, x: Tensor, linear_map: LinearMap, ranks: RankGroup, y: Tensor
+    ) -> None:
         """Notes what a linear map has made of ``x``."""
-        over = self.over(where.axis) if where.size > 1 else _NONE
-        if over or self._some:
+        followed = self.followed(ranks.axis) if ranks.size > 1 else _NONE
+        if followed or self._has_any:
             before = self.of(x)
-            self._put(y, before | over if how.to in ("V", "P") else before - over)
+            self._set(
+                y,
+                before | followed if linear_map.to in ("V", "P") else before - followed,
+            )
 
 
-def _sends(how: LinearMap) -> bool:
-    """True of a map of each rank's own values, whose transpose gives such gradients."""
-    return how.of in ("V", "M") and not how.is_comparison and how.collective is not None
+def _sends(linear_map: LinearMap) -> bool:
+    """Returns whether a map takes each rank's own values, and sends to have them meet.
+
+    The transpose of such a map gives each rank the gradient of its own share.
+    """
+    return (
+        linear_map.of in ("V", "M")
+        and not linear_map.is_comparison
+        and linear_map.collective is not None
+    )

@@ -1,7 +1,9 @@
 """Modes of torch functions, for what no operator shows.
 
-They pass functions of torch that read leaves, take gradients, or read shapes and values
-to the tracer of a recording (:class:`Reads`) or of a type check (:class:`Asked`).
+A dispatch mode, which sees operators, does not see who reads a shape (``x.numel()``),
+nor who takes a gradient (``torch.autograd.grad``). So a :class:`ReadRecorder` passes
+functions to the tracer of a recording, and a :class:`CallChecker` to that of a type
+check.
 """
 
 from __future__ import annotations
@@ -10,7 +12,7 @@ import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import zip_longest
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -24,41 +26,49 @@ from fsfunc.comm.attribution import (
 )
 from fsfunc.core.frames import frame
 from fsfunc.sharded.leaf import is_sharded
-from fsfunc.tracing.groups import Recorded, plain
-from fsfunc.tracing.operators import flat
-from fsfunc.tracing.rules import refused
+from fsfunc.tracing.groups import Recorded, recorded_tensor
+from fsfunc.tracing.knowledge import FactTable
+from fsfunc.tracing.operators import flatten_lists
+from fsfunc.tracing.rules import rule_error
 from fsfunc.tracing.runs import with_data
-from fsfunc.tracing.steadiness import Outside, said
-from fsfunc.tracing.types import Kind, agrees
+from fsfunc.tracing.steadiness import NumbersGiven, RestoresOutside, numbers_given
+from fsfunc.tracing.types import Kind, is_equal_on_ranks
 
-_ASKS = {  # for what is no tensor
+# Methods that return no tensor: what they are called on is combined with nothing.
+_QUERIES = {
     "is_floating_point", "dim", "size", "numel", "element_size", "stride",
     "storage_offset", "is_contiguous", "untyped_storage", "is_complex", "__len__",
     "_is_view", "is_inference",
 }  # fmt: skip
-_READS_NOTHING = _ASKS | {
+# Functions that read no values of a leaf, and what this library calls on leaves.
+_READS_NOTHING = _QUERIES | {
     "__get__", "detach", "requires_grad_", "zeros_like", "empty_like", "ones_like",
     "new_zeros", "new_empty", "grad", "_make_dual", "_unpack_dual", "split",
 }  # fmt: skip
-_DATA: Any = Tensor.data.__get__  # type: ignore
-_RAISED = (IndexError, RuntimeError, ValueError)  # by torch, of shapes
+_GET_DATA: Any = Tensor.data.__get__  # type: ignore
+# What torch raises where dims do not fit.
+_SHAPE_ERRORS = (IndexError, RuntimeError, ValueError)
 _DERIVATIVES = {torch.autograd.grad, Tensor.backward, torch.autograd.backward}
 
 
-class OwnValues:
+class RankLocalTensors:
     """Tensors that may be a rank's own: data, and what users make outside of losses."""
 
     def __init__(self) -> None:
         self._ids: set[int] = set()
-        self._alive: list[Tensor] = []
+        self._alive: list[Tensor] = []  # or an id would become another tensor's
 
-    def add(self, values: Iterable[Any]) -> None:
-        found = [x for x in values if isinstance(x, Tensor)]
-        self._ids.update(map(id, found))
-        self._alive.extend(found)
+    def add(self, values: Iterable[tree.Leaf]) -> None:
+        tensors = [x for x in values if isinstance(x, Tensor)]
+        self._ids.update(map(id, tensors))
+        self._alive.extend(tensors)
 
-    def meet(self, values: Iterable[Any]) -> bool:
-        """True if one is there, or what is nothing of the step, which sees fakes."""
+    def meet(self, values: Iterable[tree.Leaf]) -> bool:
+        """Returns whether one of these may be a rank's own.
+
+        So may a real tensor: the step's arguments are fake, so that it comes from
+        elsewhere, as a closure.
+        """
         for x in values:
             if id(x) in self._ids:
                 return True
@@ -69,182 +79,274 @@ class OwnValues:
         return False
 
 
-class Reads(Outside):
+class RecordsReads(Protocol):
+    """What `ReadRecorder` asks of a `recorder.Recorder`, which is defined above."""
+
+    needs_no_check: bool
+    rank_local_tensors: RankLocalTensors
+    numbers_given: list[NumbersGiven]
+    written_by_data: set[str]
+
+    def path_of(self, x: tree.Leaf) -> str | None: ...
+
+    def is_leaf(self, x: tree.Leaf) -> bool: ...
+
+    def record_read(self, values: Sequence[tree.Leaf], by_library: bool) -> None: ...
+
+
+class ReadRecorder(RestoresOutside):
     """Passes every function and its arguments to a `recorder.Recorder`."""
 
-    def __init__(self, recorder: Any):
+    def __init__(self, recorder: RecordsReads):
         super().__init__()
         self.recorder = recorder
-        self._data: dict[int, tuple[str, Tensor]] = {}  # of leaves, by its id
+        # What ``leaf.data`` has returned, by its id: the leaf's path, and the tensor.
+        self._detached: dict[int, tuple[str, Tensor]] = {}
 
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        name, library = getattr(func, "__name__", ""), called_by_fsfunc()
-        asks = name == "__get__"  # a tensor, most often for its shape
-        asks = asks or name in _ASKS and len(args) == 1 and not kwargs
-        out: Any = func(*args) if asks else None
-        if asks and library and not isinstance(out, Tensor):
-            return out  # one tensor is combined with nothing
-        values = args if asks else flat((args, kwargs) if kwargs else args)
-        own = self._touched(values, library)
-        if asks:
-            if func == _DATA and (path := self.recorder.path_of(args[0])) is not None:
-                self._data[id(out)] = path, out
+    def __torch_function__(
+        self,
+        func: _torch.TorchFunction,
+        types: Sequence[type],
+        args: _torch.Args = (),
+        kwargs: _torch.Kwargs | None = None,
+    ) -> Any:
+        name, by_library = getattr(func, "__name__", ""), called_by_fsfunc()
+        is_query = name == "__get__"  # an attribute of a tensor, most often its shape
+        is_query = is_query or name in _QUERIES and len(args) == 1 and not kwargs
+        out: Any = func(*args) if is_query else None
+        # The library reads shapes all the time: what follows is left out for it.
+        if is_query and by_library and not isinstance(out, Tensor):
+            return out
+        values = args if is_query else flatten_lists((args, kwargs) if kwargs else args)
+        is_rank_local = self._may_be_rank_local(values, by_library)
+        if is_query:
+            if (
+                func == _GET_DATA
+                and (path := self.recorder.path_of(args[0])) is not None
+            ):
+                self._detached[id(out)] = path, out
         else:
-            if (words := said(func, values)) is not None:
-                self.recorder.said.append(words)
+            if (numbers := numbers_given(func, values)) is not None:
+                self.recorder.numbers_given.append(numbers)
             if name not in _READS_NOTHING:
-                self.recorder.read(values, library)
+                self.recorder.record_read(values, by_library)
             if func in _DERIVATIVES and not is_internal():
-                _check_pulled(name, args, kwargs or {})
-                self.recorder.plain = False
-            given = args, kwargs or {}
+                _check_has_graph(name, args, kwargs or {})
+                self.recorder.needs_no_check = False
+            arguments: tuple[Any, Any] = args, kwargs or {}
+            # Mapped only where there is a leaf, as this runs for every function.
             if [x for x in values if type(x) is Recorded]:
-                given = tree.map(plain, given, is_leaf=is_sharded)
-            out = super().__torch_function__(func, types, *given)
-        if own:
-            self.recorder.own.add(flat(out))
+                arguments = tree.map(recorded_tensor, arguments, is_leaf=is_sharded)
+            out = super().__torch_function__(func, types, *arguments)
+        if is_rank_local:
+            self.recorder.rank_local_tensors.add(flatten_lists(out))
         return out
 
-    def _hold(self, x: Any) -> None:
-        super()._hold(x)
-        if self._data and isinstance(x, Tensor) and not frame().path:
+    def _save(self, x: tree.Leaf) -> None:
+        super()._save(x)
+        if self._detached and isinstance(x, Tensor) and not frame().path:
             for key in (id(x), id(x._base)):
-                if key in self._data:
-                    self.recorder.hidden.add(self._data[key][0])
+                if key in self._detached:
+                    self.recorder.written_by_data.add(self._detached[key][0])
 
-    def _touched(self, values: Sequence[Any], library: bool) -> bool:
-        """True if the result of a function of ``values`` may be a rank's own.
+    def _may_be_rank_local(self, values: Sequence[tree.Leaf], by_library: bool) -> bool:
+        """Returns whether the result of a function of ``values`` may be a rank's own.
 
-        If these are combined with leaves or gradients, or a user's code does so, the
+        If such values meet leaves or gradients, or a user's function reads these, the
         step needs a type check.
 
         Args:
-            library: whether it is the library that calls it.
+            values: the arguments of the function.
+            by_library: whether this library called it.
         """
         recorder, f = self.recorder, frame()
-        if not recorder.plain or f.path or f.in_loss:
+        if not recorder.needs_no_check or f.path or f.in_loss:
             return False
-        own = not library or recorder.own.meet(values)
-        if own and any(map(recorder.is_leaf, values)):
-            recorder.plain = False
-        return own
+        is_rank_local = not by_library or recorder.rank_local_tensors.meet(values)
+        if is_rank_local and any(map(recorder.is_leaf, values)):
+            recorder.needs_no_check = False
+        return is_rank_local
 
 
-_METHODS = (
+# Functions that read a shape: of a part of a leaf they mislead.
+_SHAPE_METHODS = (
     "size", "dim", "numel", "nelement", "ndimension", "stride", "dim_order",
     "storage_offset", "untyped_storage", "_typed_storage",
 )  # fmt: skip
-_SHAPES: dict[Any, str] = {
+_SHAPE_READS: dict[Any, str] = {
     **{getattr(Tensor, name).__get__: name for name in ("shape", "ndim", "nbytes")},
-    **{getattr(Tensor, name): name for name in _METHODS},
+    **{getattr(Tensor, name): name for name in _SHAPE_METHODS},
     Tensor.__len__: "len",
     torch.numel: "numel",
 }
 _EXPANDS = {Tensor.expand_as: "expand_as", torch.broadcast_tensors: "broadcast_tensors"}
-_PASSES_ON = ("__len__", "dim_order", "handle_torch_function", *_EXPANDS.values())
-_VALUES: dict[Any, str] = {
+# Functions of torch, written in Python, between the user's call and this mode.
+_WRAPPERS = ("__len__", "dim_order", "handle_torch_function", *_EXPANDS.values())
+# Functions that take values out of torch.
+_VALUE_READS: dict[Any, str] = {
     Tensor.numpy: "numpy",
     Tensor.tolist: "tolist",
     Tensor.__array__: "numpy",
     Tensor.__dlpack__: "dlpack",
 }
-_SHOWN = {Tensor.__repr__, Tensor.__format__}
+_PRINTS = {Tensor.__repr__, Tensor.__format__}
 
 
-class Asked(Outside):
+class ChecksCalls(Protocol):
+    """What `CallChecker` asks of a `checker.Checker`, which is defined above."""
+
+    fact_table: FactTable
+    numbers_given: list[NumbersGiven]
+    seed_count: int
+    is_indexing: bool
+
+    def error_for_part(
+        self,
+        func: _torch.TorchFunction,
+        values: Iterable[tree.Leaf],
+        error: Exception,
+    ) -> Exception | None: ...
+
+    def placeholder_value(self, name: str, x: Tensor) -> Tensor: ...
+
+    def check_measured(self, what: str, *given: Tensor) -> None: ...
+
+    def typed_like(self, y: Tensor, x: Tensor) -> Tensor: ...
+
+    def check_pulled(
+        self,
+        inputs: Sequence[tree.Leaf],
+        grads: Sequence[tree.Leaf],
+        of: tree.PyTree,
+    ) -> None: ...
+
+
+class CallChecker(RestoresOutside):
     """Passes gradients by autograd, and reads of shapes and values, to a `Checker`.
 
     It also records the numbers that functions are given.
     """
 
-    def __init__(self, checker: Any):
+    def __init__(self, checker: ChecksCalls):
         super().__init__()
         self.checker = checker
 
-    def __torch_function__(self, func, types, args=(), kwargs=None):
+    def __torch_function__(
+        self,
+        func: _torch.TorchFunction,
+        types: Sequence[type],
+        args: _torch.Args = (),
+        kwargs: _torch.Kwargs | None = None,
+    ) -> Any:
         kwargs, name = kwargs or {}, getattr(func, "__name__", "")
-        asks = name == "__get__"
-        if name == "_set_grad_enabled" or asks and func not in _SHAPES:
+        is_query = name == "__get__"
+        if name == "_set_grad_enabled" or is_query and func not in _SHAPE_READS:
             try:
                 return func(*args, **kwargs)
-            except _RAISED as error:  # by an attribute of matrices
-                if (refused := self.checker.of_a_part(func, args, error)) is None:
+            except _SHAPE_ERRORS as error:  # such as ``x.mT`` of a part, which is 1-D
+                if (
+                    part_error := self.checker.error_for_part(func, args, error)
+                ) is None:
                     raise
-                raise refused from error
-        values = () if asks else flat((args, kwargs) if kwargs else args)
-        if (words := said(func, values)) is not None:
-            self.checker.said.append(words)
-        if name := _SHAPES.get(func) or _EXPANDS.get(func):
+                raise part_error from error
+        values = () if is_query else flatten_lists((args, kwargs) if kwargs else args)
+        if (numbers := numbers_given(func, values)) is not None:
+            self.checker.numbers_given.append(numbers)
+        if name := _SHAPE_READS.get(func) or _EXPANDS.get(func):
+            # torch and this library may read the shapes of parts, users may not.
             asker = sys._getframe(1)
-            while asker.f_code.co_name in _PASSES_ON:
+            while asker.f_code.co_name in _WRAPPERS:
                 asker = asker.f_back or asker
             if not called_by_user(asker):
                 return func(*args, **kwargs)
             if func is Tensor.expand_as:
-                return self._expanded(*args)
-            self.checker.measured(name, *flat(args) if func in _EXPANDS else args[:1])
+                return self._expand_as(*args)
+            self.checker.check_measured(
+                name, *flatten_lists(args) if func in _EXPANDS else args[:1]
+            )
             return func(*args, **kwargs)
-        if func in _SHOWN or func in _VALUES:
-            return self._values(func, args, kwargs)
+        if func in _PRINTS or func in _VALUE_READS:
+            return self._with_values(func, args, kwargs)
         if func in _DERIVATIVES and not is_internal():
-            _check_pulled(func.__name__, args, kwargs)
+            _check_has_graph(func.__name__, args, kwargs)
         if func is Tensor.backward:
             return self._backward(func, "gradient", args, kwargs)
         if func is torch.autograd.backward:
             return self._backward(func, "grad_tensors", args, kwargs)
         if func is torch.autograd.grad:
             return self._grad(func, types, args, kwargs)
-        self.checker.indexing = func is Tensor.__getitem__
+        self.checker.is_indexing = func is Tensor.__getitem__
         try:
             return super().__torch_function__(func, types, args, kwargs)
-        except _RAISED as error:
-            if (refused := self.checker.of_a_part(func, values, error)) is None:
+        except _SHAPE_ERRORS as error:
+            if (part_error := self.checker.error_for_part(func, values, error)) is None:
                 raise
-            raise refused from error
+            raise part_error from error
         finally:
-            self.checker.indexing = False
+            self.checker.is_indexing = False
 
-    def _grad(self, func: Any, types: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    def _grad(
+        self,
+        func: _torch.TorchFunction,
+        types: Sequence[type],
+        args: _torch.Args,
+        kwargs: _torch.Kwargs,
+    ) -> tuple[Tensor | None, ...]:
+        """Runs ``torch.autograd.grad``, and passes on what was pulled back."""
         names = ("outputs", "inputs", "grad_outputs")
-        given = dict(zip(names, args, strict=False)) | kwargs
-        outputs, cotangents = given["outputs"], given.get("grad_outputs")
+        arguments = dict(zip(names, args, strict=False)) | kwargs
+        outputs, cotangents = arguments["outputs"], arguments.get("grad_outputs")
         with self._seeding(outputs, cotangents):
-            out = super().__torch_function__(func, types, args, kwargs)
-        inputs = given["inputs"]
+            gradients = super().__torch_function__(func, types, args, kwargs)
+        inputs = arguments["inputs"]
         inputs = [inputs] if isinstance(inputs, Tensor) else list(inputs)
-        self.checker.pulled(inputs, out, [outputs, cotangents])
-        return out
+        self.checker.check_pulled(inputs, gradients, [outputs, cotangents])
+        return gradients
 
     @contextmanager
-    def _seeding(self, outputs: Any, cotangents: Any) -> Iterator[None]:
-        """Inside, torch begins a backward: with ones, where no cotangent is given."""
+    def _seeding(self, outputs: tree.PyTree, cotangents: tree.PyTree) -> Iterator[None]:
+        """Inside, torch begins a backward pass: its first ones are cotangents.
+
+        torch makes ones where no cotangent is given. These have no type, as each rank's
+        loss counts once: the checker is told how many there will be.
+        """
         outputs, cotangents = (
             list(x) if type(x) in (list, tuple) else [x] for x in (outputs, cotangents)
         )
-        tensors = [isinstance(x, Tensor) and x.requires_grad for x in outputs]
-        pairs = zip_longest(tensors, cotangents[: len(tensors)])
-        before = self.checker.seeds
-        self.checker.seeds = sum(bool(asks) and g is None for asks, g in pairs)
+        needs_seed = [isinstance(x, Tensor) and x.requires_grad for x in outputs]
+        pairs = zip_longest(needs_seed, cotangents[: len(needs_seed)])
+        before = self.checker.seed_count
+        self.checker.seed_count = sum(
+            bool(needed) and cotangent is None for needed, cotangent in pairs
+        )
         try:
             yield
         finally:
-            self.checker.seeds = before
+            self.checker.seed_count = before
 
-    def _expanded(self, x: Any, part: Any) -> Any:
-        """``x.expand_as(part)``: of one number at the place of each element, a part."""
-        known = self.checker.known
-        seen, numbers = known.of(part), x.numel() == 1 and agrees(known.kind(x))
-        if not numbers or seen.kind is not Kind.S and not seen.flat:
-            self.checker.measured("expand_as", x, part)
+    def _expand_as(self, x: Tensor, part: Tensor) -> Tensor:
+        """Returns ``x.expand_as(part)``: a part, where ``x`` is one number."""
+        table = self.checker.fact_table
+        seen, is_number = (
+            table.of(part),
+            x.numel() == 1 and is_equal_on_ranks(table.kind(x)),
+        )
+        if not is_number or seen.kind is not Kind.S and not seen.flat:
+            self.checker.check_measured("expand_as", x, part)
             return x.expand_as(part)
         return self.checker.typed_like(x.expand_as(part), part)
 
-    def _values(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        """The result of a function that takes values out of torch, or prints them."""
+    def _with_values(
+        self, func: _torch.TorchFunction, args: _torch.Args, kwargs: _torch.Kwargs
+    ) -> Any:
+        """Returns the result of a function that takes values out of torch, or prints.
+
+        What is printed decides nothing: it needs no placeholder, and counts as no read.
+        """
         if _torch.is_wrapped(args[0]):
             return func(*args, **kwargs)
-        if (name := _VALUES.get(func)) is not None:
-            value = self.checker.asked(name, args[0])
+        if (name := _VALUE_READS.get(func)) is not None:
+            value = self.checker.placeholder_value(name, args[0])
         else:
             value = _torch.value_of(args[0])
         with _torch.beneath_all_modes():
@@ -252,38 +354,49 @@ class Asked(Outside):
             return func(value, *args[1:], **kwargs)
 
     def _backward(
-        self, func: Any, named: str, args: Any, kwargs: dict[str, Any]
-    ) -> Any:
-        """Runs a backward into ``.grad``; ``named``: the argument of its cotangents."""
-        names = ("tensors", named)
-        given = dict(zip(names, args, strict=False)) | kwargs
+        self,
+        func: _torch.TorchFunction,
+        cotangents_name: str,
+        args: _torch.Args,
+        kwargs: _torch.Kwargs,
+    ) -> None:
+        """Runs a backward pass into ``.grad``, and passes on what was pulled back.
+
+        Args:
+            func: ``Tensor.backward`` or ``torch.autograd.backward``.
+            cotangents_name: the name of its argument for cotangents.
+        """
+        names = ("tensors", cotangents_name)
+        arguments = dict(zip(names, args, strict=False)) | kwargs
         roots = [x.grad_fn for x in tree.leaves(args) if isinstance(x, Tensor)]
         nodes = _torch.graph_nodes(roots, set())
-        found = [getattr(node, "variable", None) for node in nodes]
-        leaves = [x for x in found if x is not None]
-        with self._seeding(given[names[0]], given.get(named)):
+        variables = [getattr(node, "variable", None) for node in nodes]
+        leaves = [x for x in variables if x is not None]
+        with self._seeding(arguments[names[0]], arguments.get(cotangents_name)):
             out = func(*args, **kwargs)
-        self.checker.pulled(leaves, [x.grad for x in leaves], args)
+        self.checker.check_pulled(leaves, [x.grad for x in leaves], args)
         return out
 
 
-def _check_pulled(name: str, args: Any, kwargs: dict[str, Any]) -> None:
+def _check_has_graph(name: str, args: _torch.Args, kwargs: _torch.Kwargs) -> None:
     """Raises where a derivative is asked for of what has no graph.
 
-    Leaves of a state require no gradient: torch says that, and no more.
+    Leaves of a state require no gradient. torch's own error says no more than that;
+    this one names ``ff.value_and_grad``.
     """
     roots = args[0] if args else kwargs.get("tensors", kwargs.get("outputs"))
     roots = [x for x in tree.leaves(roots) if isinstance(x, Tensor)]
     if roots and not any(x.requires_grad or x.grad_fn for x in roots):
-        raise refused("no graph", op=name, line=source_line())
+        raise rule_error("no graph", op=name, line=source_line())
 
 
-def check_tracked(reader: str, leaves: Iterable[tuple[str | None, Any]]) -> None:
+def check_tracked(reader: str, leaves: Iterable[tuple[str | None, tree.Leaf]]) -> None:
     """Raises where autograd does not see who reads a differentiated leaf.
 
     A placed leaf is no tensor: ``Function.apply`` takes it for a constant.
 
     Args:
+        reader: the unit or operator that reads the leaves, for the message.
         leaves: the name of each, and this rank's part of it.
 
     Raises:
@@ -292,7 +405,9 @@ def check_tracked(reader: str, leaves: Iterable[tuple[str | None, Any]]) -> None
     """
     if not (around := _torch.hides_tensors()):
         return
-    unwrapped = _torch.reverse_mode_around()  # what is differentiated is hidden then
+    # In a Function's forward torch.func's wrappers are off: no leaf shows there that it
+    # is differentiated, so each may be.
+    unwrapped = _torch.reverse_mode_around()
     for name, x in leaves:
         if name is not None and isinstance(x, Tensor):
             if x.requires_grad or _torch.is_wrapped(x) or unwrapped:
@@ -300,4 +415,6 @@ def check_tracked(reader: str, leaves: Iterable[tuple[str | None, Any]]) -> None
                     repr(name) if name else "of the first argument",
                     source_line(),
                 )
-                raise refused("cut", reader=reader, leaf=leaf, line=line, around=around)
+                raise rule_error(
+                    "cut", reader=reader, leaf=leaf, line=line, around=around
+                )

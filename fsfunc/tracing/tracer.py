@@ -106,7 +106,7 @@ def trace(
     mine = not _torch.fake_active()
     with (
         torch.inference_mode(False),  # and gradients on
-        without_data((args, keywords), at, told=_TOLD) as mode,
+        without_data((args, keywords), at, read_error=_TOLD) as mode,
         ignoring_axes(),
     ):
         stage = NotingStage(Flow(names), mode if mine else None)

@@ -1,41 +1,48 @@
-"""The type check: a step is run without data, and refused if it has no meaning.
+"""The type check of a sharded step: before its first call it is run without data.
 
-A first call reads in this order: `Sharding.call`; `Sharding.entered`, which asks
-whether calls of its kind are known; `TypeCheck.check`, which says whether ranks compare
-and whether the step is to be seen to repeat itself; `check`, whose blocks are the
-phases; and `_DryRuns.run`, one run. Before its first real call a step is run
+Under ``shard`` each value of a step is one value on all ranks, each rank's own, or this
+rank's part of a leaf (`types`). Programs that mix these up would give a wrong number
+without an error, so they are refused, by the rules that ``help(ff.shard)`` lists.
+
+The code of a first call, in the order in which it runs: `Sharding.call`;
+`Sharding.entered`, which asks whether calls of these shapes have been checked;
+`TypeCheck.check`, which decides whether ranks compare their lines, and whether the step
+must be seen to repeat itself; `check`, whose blocks are the phases below; and
+`_DryRuns.run`, one run. Before its first real call a step is run
 
 =====  ============================  ==============================================
 runs   where                         why
 =====  ============================  ==============================================
-1      place, init_state:            which units take which leaves, and in which order
-       `recorder.record`             (forward passes alone; if that raises, with fakes
-                                     that remember nothing, and with backward passes)
-0, 1   the same, at its end:         it repeats itself: run again, unless a type check
-       `steadiness`                  has given torch the same numbers
-0, 1   the same, if types are at     `check`, its phase 1; later calls of the same kind
-       stake; else a call of a new   are not checked
-       kind
-0, 1   a call, if nothing recorded   phase 2: it repeats itself
+1      place, init_state:            to record which units take which leaves, and in
+       `recorder.record`             which order (forward passes alone; if that raises,
+                                     without the cache of fake tensors, and with
+                                     backward passes)
+0, 1   the same, at its end:         to see that it repeats itself: run again, unless a
+       `steadiness`                  type check has given torch the same numbers
+0, 1   the same, if types are at     `check`, its phase 1; later calls of the same
+       stake; else a call of new     shapes are not checked
+       shapes
+0, 1   a call, if nothing recorded   phase 2: to see that it repeats itself
        the step
 0, 1   with the next two, beside     phase 3: as another rank, if the step reads its
        the check                     rank (simulated: the last rank of the mesh)
-0, 1                                 phase 4: with what ranks have unlike as their own
-0-2                                  phase 5: a turn for each other answer to a value,
-                                     or a comparison, that the step asks for
+0, 1                                 phase 4: with numbers that differ between ranks
+                                     typed as each rank's own
+0-2                                  phase 5: once for each other answer to a value, or
+                                     a comparison, that the step asks for
 0, 1                                 phase 6: with each row twice, if the step took
                                      parts of its rows
 =====  ============================  ==============================================
 
-So ``init_state`` has two runs more than a first call: to record, and to see that it
-repeats itself. Nothing is computed in any of them, unless a step does not run without
-data: then phase 1 and those after it run on copies.
+So ``init_state`` has two runs more than a first call: to record the step, and to see
+that it repeats itself. Nothing is computed in any of them, unless a step does not run
+without data: then phase 1 and those after it run on copies.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
@@ -57,162 +64,190 @@ from fsfunc.core.tracers import FirstCalls
 from fsfunc.sharded.leaf import NotATensor, is_sharded
 from fsfunc.sharded.plain_leaves import lay_leaf, placement_of
 from fsfunc.tracing.checker import Checker
-from fsfunc.tracing.replicas import DueCall, Replicas, compare_whole
-from fsfunc.tracing.rules import RowsApart, Unsteady, refused
+from fsfunc.tracing.replicas import DueCall, Replicas, SharedBatchAxes, compare_whole
+from fsfunc.tracing.rules import RowsApart, Unsteady, rule_error
 from fsfunc.tracing.runs import shadows, without_data
-from fsfunc.tracing.steadiness import StandIns, check_data, check_steady
-from fsfunc.tracing.torch_calls import Asked
+from fsfunc.tracing.steadiness import StandIns, check_steady, refuse_fakes
+from fsfunc.tracing.torch_calls import CallChecker
 from fsfunc.tracing.typed_operators import SharedOp
 
 _LOG = logging.getLogger(__name__)
 
 
 Exchange = Callable[[Lines], Mapping[int, Lines]]
+"""Sends this rank's lines to the others; returns, by rank, those that differ."""
 
 
 def check(
-    call: Callable[..., Any],
-    args: tuple[Any, ...],
-    keywords: dict[str, Any],
+    call: Callable[..., tree.PyTree],
+    args: tuple[tree.PyTree, ...],
+    keywords: dict[str, tree.PyTree],
     at: Here,
     axes: tuple[str, ...],
     *,
     again: bool = False,
-    exchange: Exchange = lambda lines: {},
+    exchange: Exchange = lambda their_lines: {},
 ) -> Checker:
     """Raises if ``call(*args, **keywords)`` has no meaning under ``shard``.
 
     The first argument is replicated, the others are the rank's own. The step is run on
     fake tensors, or, if it cannot, on copies of its arguments, as if all ranks had the
-    same. If it reads a value, it is run with several numbers in its place; a rank's own
-    value differs between ranks. Of simulated ranks, which run one program, the first to
-    come and the last of the mesh (or the first of it, if the last came first) run the
-    check, or all of them if the step reads its rank.
+    same. If it reads a value, it is run with several numbers in place of the value; a
+    rank's own value differs between ranks. Simulated ranks run one program: the check
+    is run by the first of them that comes, and by the last rank of the mesh (or the
+    first, if the last came first); by all of them if the step reads its rank.
 
     Args:
-        at: the rank; ``axes``: those over which the loss is a mean.
-        again: whether to run it once more, to check that it repeats itself.
-        exchange: exchanges lines with other processes; returns each one's, if they
-            differ.
+        at: the rank that runs, on its mesh.
+        axes: those over which the loss is a mean.
+        again: whether to run the step once more, to check that it repeats itself.
+        exchange: exchanges lines with the other processes.
 
     Returns:
-        the checker of the run.
+        the checker of the run, which has seen every operator.
 
     Raises:
         LawError, NotATensor: names the line, the leaf, and the way out.
         Unsteady: it does not repeat itself.
         Exception: what the step itself raises on copies.
     """
-    # Simulated ranks run one program: what one of them has seen holds for the others,
-    # but for one more, which stands for all that may do something else.
+    # Simulated ranks run one program: what one of them has seen holds for the others.
+    # One more is checked, which stands for all that may do something else. The count
+    # tells the n-th check of each rank apart, as one step may be checked twice.
     notes, last = at.link.notes, at.mesh.size - 1
-    key, known = None, None
+    key, earlier = None, None
     if notes is not None:
         count = notes["checks", at.rank] = notes.get(("checks", at.rank), 0) + 1
         key = "checked", count, tree.flatten((args, keywords), is_leaf=is_sharded)[1]
-        known, reads_rank = notes.get(key, (None, False))
-        if known is not None and not reads_rank:
-            if at.rank != (0 if known.stand_ins.rank == last else last):
-                return known
+        earlier, reads_rank = notes.get(key, (None, False))
+        if earlier is not None and not reads_rank:
+            if at.rank != (0 if earlier.stand_ins.rank == last else last):
+                return earlier
 
-    # Phase 1: a run that ends without an error of the step's own. It may raise where
-    # there are no data, though it is right: for what fakes remember of forward mode,
-    # for a number in place of a value, or because it cannot do without.
+    # Phase 1: a run that ends without an error of the step's own. A step that is right
+    # may raise without data: as torch's cache of fake results cannot be used in forward
+    # mode; as a number in place of a value leads it astray; or as it needs the data.
     runs = _DryRuns(call, args, keywords, axes)
-    seen = runs.attempt(at)
-    if seen is None:
-        before, runs.forgets = runs.last, True
-        seen = runs.attempt(at)
-        check_steady(before.said, lambda: runs.last.said)
-        turns = runs.last.stand_ins.turns
-        while seen is None and runs.turn + 1 < turns:
-            runs.turn += 1
-            seen = runs.attempt(at)
-    if seen is None:
+    checker = runs.attempt(at)
+    if checker is None:
+        failed, runs.without_cache = runs.last_checker, True
+        checker = runs.attempt(at)
+        # It may have raised, and differently now, because it changes Python state.
+        check_steady(failed.numbers_given, lambda: runs.last_checker.numbers_given)
+        variants = runs.last_checker.stand_ins.variants
+        while checker is None and runs.variant + 1 < variants:
+            runs.variant += 1
+            checker = runs.attempt(at)
+    if checker is None:
         _LOG.info("a step does not run without data: it is checked on copies")
-        runs.on_copies, runs.turn = True, 0
-        seen = runs.attempt(at) or runs.run(at, counts=True)
+        runs.on_copies, runs.variant = True, 0
+        checker = runs.attempt(at) or runs.run(at, real_counts=True)
 
     # Phase 2: the same again. A count that the step keeps would be ahead of its calls.
-    if again and known is None and not runs.on_copies:
-        check_steady(seen.said, lambda: runs.run(at).said)
+    if again and earlier is None and not runs.on_copies:
+        check_steady(checker.numbers_given, lambda: runs.run(at).numbers_given)
 
     # Phase 3: another rank, which must do the same to what is one value. A simulated
-    # one has been seen; else we run as our neighbour, of which we may not have all.
-    there, other = seen, at
-    if known is not None and not runs.on_copies:
-        there, other = known, replace(at, rank=known.stand_ins.rank)
-    elif (notes is None or runs.on_copies) and runs.asked & set(axes):
+    # one has been seen already. Else this process runs the step as its neighbour: that
+    # may raise, as the parts that the neighbour holds are not all here.
+    other_checker, other = checker, at
+    if earlier is not None and not runs.on_copies:
+        other_checker, other = earlier, replace(at, rank=earlier.stand_ins.rank)
+    elif (notes is None or runs.on_copies) and runs.asked_axes & set(axes):
         other = replace(at, rank=_neighbour(at, axes))
-        there = runs.attempt(other)
-        if there is None:
-            runs.forgets = True
-            there = runs.attempt(other) or runs.attempt(other, counts=True) or seen
-    varying = differing(seen.events, there.events, at.rank, other.rank)
-    # Other processes say what they do; those that raise, or do nothing, say no lines.
+        other_checker = runs.attempt(other)
+        if other_checker is None:
+            runs.without_cache = True
+            other_checker = (
+                runs.attempt(other) or runs.attempt(other, real_counts=True) or checker
+            )
+    varying = differing_events(
+        checker.events, other_checker.events, at.rank, other.rank
+    )
+    # Other processes send the operators that they have seen. One whose check raised
+    # sends no lines, and is not compared: its own error says what is wrong.
     if not runs.on_copies:
-        mine = [replace(e, constants=(repr(e.constants),)) for e in seen.events]
-        said = [("looked", "at"), *((e.name, *e.constants) for e in mine)]
-        for rank, lines in exchange(said).items():
-            theirs = [SharedOp(name, (text,), "the same place") for name, text in lines]
-            if lines:
-                varying |= differing(mine, theirs[1:], at.rank, rank)
+        local_events = [
+            replace(e, constants=(repr(e.constants),)) for e in checker.events
+        ]
+        lines = [("looked", "at"), *((e.name, *e.constants) for e in local_events)]
+        for rank, their_lines in exchange(lines).items():
+            their_events = [
+                SharedOp(name, (text,), "the same place") for name, text in their_lines
+            ]
+            if their_lines:
+                varying |= differing_events(
+                    local_events, their_events[1:], at.rank, rank
+                )
 
-    # Phase 4: numbers that differ are each rank's own, and may go where those may.
+    # Phase 4: numbers that differ between ranks are each rank's own. Typed so, they may
+    # go where such values may, and are refused elsewhere.
     if varying:
-        runs.run(at, varying=varying)
+        runs.run(at, varying_events=varying)
 
-    # Phase 5: the other ways that the step takes where it asks for a value.
-    for turn in range(seen.stand_ins.turns):
-        if turn != runs.turn:
-            runs.attempt(at, turn=turn)
+    # Phase 5: the other branches of the step, where it asks for a value.
+    for variant in range(checker.stand_ins.variants):
+        if variant != runs.variant:
+            runs.attempt(at, variant=variant)
 
-    # Phase 6: a loop over a single row looks like none; rows that stay apart show with
-    # more of them. (Nothing else is refused there: all was right as it is.)
-    if seen.known.own.were_picked:
-        runs.attempt(at, (RowsApart,), times=2)
+    # Phase 6: a loop over a single row looks like no loop. With each row twice, what is
+    # wrong with it shows. Only that rule is held there: the step passed all the others
+    # with its own batch, and may have every right to raise for another.
+    if checker.fact_table.rank_local.were_sliced:
+        runs.attempt(at, (RowsApart,), row_repeats=2)
 
-    seen.rank_local_paths |= runs.rank_local_paths
-    seen.drawing |= runs.drawing
-    if known is not None:  # all ranks of one process take one for granted
-        seen.draws = known.draws
-        seen.drawing |= known.drawing
+    checker.rank_local_paths |= runs.rank_local_paths
+    checker.drawing |= runs.drawing
+    if earlier is not None:  # ranks of one process must agree on whether they draw
+        checker.draws = earlier.draws
+        checker.drawing |= earlier.drawing
     if notes is not None:
-        notes.setdefault(key, (seen, bool(runs.asked & set(axes))))
-    return seen
+        notes.setdefault(key, (checker, bool(runs.asked_axes & set(axes))))
+    return checker
 
 
 class _DryRuns:
-    """Runs of one call in which nothing is sent.
+    """The dry runs of one call: nothing is sent, and each has a checker of its own.
 
     Attributes:
-        asked: the axes whose `axis_index` any of them has read.
-        on_copies: whether they run on copies with data.
-        forgets: whether fake tensors use no cache, see ``remembering_nothing``.
-        turn: selects the numbers in place of values.
-        last: the checker of the last one.
-        rank_local_paths, drawing: what the checkers of all have seen.
+        asked_axes: the axes whose `axis_index` any run has read.
+        on_copies: whether the runs are on copies, with data.
+        without_cache: whether fake tensors use no cache, see ``without_fake_cache``.
+        variant: selects the numbers in place of values.
+        last_checker: the checker of the last run.
+        rank_local_paths, drawing: what the checkers of all runs have seen.
     """
 
-    last: Checker
+    last_checker: Checker
 
-    def __init__(self, call: Any, args: Any, keywords: Any, axes: tuple[str, ...]):
+    def __init__(
+        self,
+        call: Callable[..., tree.PyTree],
+        args: tuple[tree.PyTree, ...],
+        keywords: dict[str, tree.PyTree],
+        axes: tuple[str, ...],
+    ):
         self.call, self.args, self.keywords, self.axes = call, args, keywords, axes
-        self.asked: set[str] = set()
-        self.on_copies, self.forgets, self.turn = False, False, 0
+        self.asked_axes: set[str] = set()
+        self.on_copies, self.without_cache, self.variant = False, False, 0
         self.rank_local_paths: set[str] = set()
         self.drawing: set[str] = set()
 
     def attempt(
         self,
         at: Here,
-        refused: tuple[type[Exception], ...] = (LawError, NotATensor),
+        raises: tuple[type[Exception], ...] = (LawError, NotATensor),
         **options: Any,
     ) -> Checker | None:
-        """A run, or None where it raises what is no refusal."""
+        """Runs once; returns None where the step raises an error of its own.
+
+        Args:
+            raises: the errors that are passed on: those of the check.
+            options: as for `run`.
+        """
         try:
             return self.run(at, **options)
-        except refused:
+        except raises:
             raise
         except Exception:  # the caller tries it otherwise, at last with real values
             _LOG.debug("a run that checks a step's types raised", exc_info=True)
@@ -222,78 +257,94 @@ class _DryRuns:
         self,
         at: Here,
         *,
-        turn: int | None = None,
-        counts: bool = False,
-        varying: Iterable[int] = (),
-        times: int = 1,
+        variant: int | None = None,
+        real_counts: bool = False,
+        varying_events: Iterable[int] = (),
+        row_repeats: int = 1,
     ) -> Checker:
-        """One run, at a rank, and what the checker saw of it.
+        """Runs the step once as a rank; returns the checker, which has seen all of it.
 
         Args:
-            turn: the numbers in place of values, if not those of all runs.
-            counts: whether a rank's own counts, which may be lengths, stay as they are.
-            varying: the events whose constants are each rank's own.
-            times: how often each row of what is the rank's own is there.
+            at: the rank.
+            variant: selects the numbers in place of values, in this run alone.
+            real_counts: whether a rank's own counts, which may be lengths, stay as they
+                are.
+            varying_events: the events whose constants are each rank's own.
+            row_repeats: how often each row of the rank's own arguments is repeated.
         """
-        alone, copies = at.mesh.axis_size(self.axes) == 1, self.on_copies
-        odd = None if counts else _is_odd(at, self.axes)
-        stand_ins = StandIns(at.rank, odd, self.turn if turn is None else turn)
-        self.last = checker = Checker(self.axes, alone, stand_ins, varying)
-        checker.fills = copies
-        link = EchoLink(at.rank) if copies else AbstractLink(at.rank)
-        now, given = replace(at, link=link), (self.args, self.keywords)
+        is_alone, on_copies = at.mesh.axis_size(self.axes) == 1, self.on_copies
+        odd = None if real_counts else _is_odd(at, self.axes)
+        stand_ins = StandIns(at.rank, odd, self.variant if variant is None else variant)
+        self.last_checker = checker = Checker(
+            self.axes, is_alone, stand_ins, varying_events
+        )
+        checker.fills = on_copies
+        link = EchoLink(at.rank) if on_copies else AbstractLink(at.rank)
+        dry_here, arguments = replace(at, link=link), (self.args, self.keywords)
         with without_data(
-            given,
-            now,
-            fake=not copies,
-            remembers=not self.forgets,
-            restores=False,
-            asked=self.asked,
+            arguments,
+            dry_here,
+            fake=not on_copies,
+            fake_cache=not self.without_cache,
+            restore_outside=False,
+            asked_axes=self.asked_axes,
             # Ranks of one process share these, and none draws what another does.
             seed=None if at.link.notes is None else at.rank,
         ) as mode:
             coordinates = at.mesh.coordinates(at.rank)
-            args, named = shadows(
-                None if copies else mode, given, coordinates, apart=True
+            arg_shadows, keyword_shadows = shadows(
+                None if on_copies else mode, arguments, coordinates, apart=True
             )
-            # A shadow is a new tensor: whose it is stands beside it.
-            pairs = zip(*map(_leaves, (self.args, args)), strict=False)
-            for mine, its in pairs:
-                if how := placement_of(mine):
-                    lay_leaf(its, how)
-            if times > 1:
-                rows = tree.map(lambda x: _repeated(x, times), (args[1:], named))
-                args, named = (*args[:1], *rows[0]), rows[1]
-            args, named = checker.mark_numbers((args, named))
+            # The layout of a plain leaf (each rank's own, or whole) is noted beside the
+            # tensor, by its identity: a shadow is a new tensor, and has none yet.
+            leaf_pairs = zip(*map(_leaves, (self.args, arg_shadows)), strict=False)
+            for leaf, shadow in leaf_pairs:
+                if layout := placement_of(leaf):
+                    lay_leaf(shadow, layout)
+            if row_repeats > 1:
+                repeated = tree.map(
+                    lambda x: _repeat_rows(x, row_repeats),
+                    (arg_shadows[1:], keyword_shadows),
+                )
+                arg_shadows, keyword_shadows = (
+                    (*arg_shadows[:1], *repeated[0]),
+                    repeated[1],
+                )
+            arg_shadows, keyword_shadows = checker.mark_numbers(
+                (arg_shadows, keyword_shadows)
+            )
             with (
-                inside(frame().replace(tracer=checker, here=now)),
+                inside(frame().replace(tracer=checker, here=dry_here)),
                 watching(checker),
                 checker,
-                Asked(checker),
+                CallChecker(checker),
             ):
-                self.call(*args, **named)
+                self.call(*arg_shadows, **keyword_shadows)
         self.rank_local_paths |= checker.rank_local_paths
         self.drawing |= checker.drawing
         return checker
 
 
-def _leaves(args: Any) -> list[Any]:
+def _leaves(args: tree.PyTree) -> list[tree.Leaf]:
     return tree.leaves(args, is_leaf=is_sharded)
 
 
-def _repeated(x: Any, times: int) -> Any:
-    """An own tensor with each of its rows so many times."""
+def _repeat_rows(x: tree.Leaf, times: int) -> tree.Leaf:
+    """Returns a rank's own tensor with each of its rows so many times."""
     return torch.cat([x] * times) if isinstance(x, Tensor) and x.ndim else x
 
 
 def _is_odd(at: Here, axes: tuple[str, ...]) -> bool:
-    """True if a rank is odd, along the first axis that has several."""
+    """Returns whether a rank is odd along the first axis that has several ranks.
+
+    Neighbours then get other numbers in place of a value of each rank's own.
+    """
     coordinates = at.mesh.coordinates(at.rank)
     return next((coordinates[a] for a in axes if at.mesh.axes[a] > 1), 0) % 2 == 1
 
 
 def _neighbour(at: Here, axes: tuple[str, ...]) -> int:
-    """Another rank, next to this one on each of ``axes`` that has several."""
+    """Returns a rank next to this one along each of ``axes`` that has several ranks."""
     other = at.mesh.coordinates(at.rank)
     for axis in axes:
         size = at.mesh.axes[axis]
@@ -301,136 +352,223 @@ def _neighbour(at: Here, axes: tuple[str, ...]) -> int:
     return at.mesh.rank_at(other)
 
 
-def differing(events: Any, others: Any, rank: int, other: int) -> set[int]:
-    """The events of two ranks that had other constants.
+def differing_events(
+    events: Sequence[SharedOp],
+    other_events: Sequence[SharedOp],
+    rank: int,
+    other_rank: int,
+) -> set[int]:
+    """Returns the indices of the events in which two ranks had unlike constants.
+
+    Args:
+        events: the operators of ``rank`` that compute what should be one value.
+        other_events: those of rank ``other_rank``.
 
     Raises:
         LawError: they are not the same operators.
     """
-    names, others_names = [a.name for a in events], [b.name for b in others]
-    if names != others_names:
-        alike = zip(names, others_names, strict=False)
-        first = next((i for i, (a, b) in enumerate(alike) if a != b), None)
-        first = min(len(names), len(others_names)) if first is None else first
-        more, fewer, who = events, others, rank
-        if len(events) < len(others):
-            more, fewer, who = others, events, other
-        # One rank has further operators, and what comes after them is the same.
-        rest = [x.name for x in fewer[first:]]
-        if [x.name for x in more[len(more) - len(rest) :]] == rest:
-            extra = more[first]
-            raise refused("one more", rank=who, op=extra.name, line=extra.where)
-        a, b = events[first], others[first]
-        second = f"{b.name} at {b.where}"
-        raise refused(
-            "unlike", rank=rank, other=other, op=a.name, line=a.where, second=second
+    names, other_names = [a.name for a in events], [b.name for b in other_events]
+    if names != other_names:
+        name_pairs = zip(names, other_names, strict=False)
+        first = next((i for i, (a, b) in enumerate(name_pairs) if a != b), None)
+        first = min(len(names), len(other_names)) if first is None else first
+        longer, shorter, longer_rank = events, other_events, rank
+        if len(events) < len(other_events):
+            longer, shorter, longer_rank = other_events, events, other_rank
+        # The message for one further operator is given only where the ranks agree again
+        # after it: else it would blame an operator that both ranks have, elsewhere.
+        following = [x.name for x in shorter[first:]]
+        if [x.name for x in longer[len(longer) - len(following) :]] == following:
+            extra = longer[first]
+            raise rule_error(
+                "one more", rank=longer_rank, op=extra.name, line=extra.line
+            )
+        a, b = events[first], other_events[first]
+        second = f"{b.name} at {b.line}"
+        raise rule_error(
+            "unlike",
+            rank=rank,
+            other=other_rank,
+            op=a.name,
+            line=a.line,
+            second=second,
         )
-    pairs = enumerate(zip(events, others, strict=True))
-    return {i for i, (a, b) in pairs if a.constants != b.constants}
+    event_pairs = enumerate(zip(events, other_events, strict=True))
+    return {i for i, (a, b) in event_pairs if a.constants != b.constants}
 
 
 class TypeCheck(FirstCalls):
-    """Checks the types of a sharded function's calls, the first time of their kind.
+    """The checks of a sharded function's calls: of types, and of what ranks must share.
+
+    Types are checked once for each set of shapes. Batches and states are compared in
+    calls 1, 2, 4, 8 and so on (`replicas`), and after some of these the types are
+    checked anew.
 
     Args:
-        equal: the axes along which ranks may be given equal batches.
+        equal_batch_axes: the axes along which ranks may be given equal batches.
+
+    Attributes:
+        combines_numbers: whether the step combines numbers with what is one value, as
+            the first check after a state was laid out has seen it. All ranks make that
+            check; a later one, of new shapes, is one rank's alone, and ranks must agree
+            on this.
     """
 
-    def __init__(self, equal: Iterable[str] = ()) -> None:
+    def __init__(self, equal_batch_axes: Iterable[str] = ()) -> None:
         super().__init__()
-        self.replicas, self.equal = Replicas(), frozenset(equal)
-        # Ranks whose next call is checked: whether all ranks' are, and twice.
-        self._later: dict[int, tuple[bool, bool]] = {}
-        # Whether the step gives numbers to what is one value, by the first check of a
-        # state, which all ranks make: a later one, of new shapes, is a rank's alone.
-        self.numbers: bool | None = None
-        self.ran_without_data = True  # as a state was laid out
+        self.replicas, self.equal_batch_axes = Replicas(), frozenset(equal_batch_axes)
+        # By rank, of which the next call is checked anew: whether all ranks' calls are,
+        # and whether it must be seen to repeat itself.
+        self._rechecks: dict[int, tuple[bool, bool]] = {}
+        self.combines_numbers: bool | None = None
+        self.ran_without_data = (
+            True  # when a state was laid out the step was run without data
+        )
 
     @reraising_interrupts()
-    def check(self, call: Any, args: Any, keywords: Any, at: Here, axes: Any) -> None:
-        later, first = at.rank in self._later, (False, not self.was_checked(at.rank))
-        together, again = self._later.pop(at.rank, first)
+    def check(
+        self,
+        call: Callable[..., tree.PyTree],
+        args: tuple[tree.PyTree, ...],
+        keywords: dict[str, tree.PyTree],
+        at: Here,
+        axes: tuple[str, ...],
+    ) -> None:
+        is_recheck, default = (
+            at.rank in self._rechecks,
+            (False, not self.was_checked(at.rank)),
+        )
+        together, again = self._rechecks.pop(at.rank, default)
         exchange = _Exchange(get_group(axes, at) if together else None)
         try:
-            seen = check(call, args, keywords, at, axes, again=again, exchange=exchange)
+            checker = check(
+                call, args, keywords, at, axes, again=again, exchange=exchange
+            )
         except Exception as error:
             if "in the mapped dimension" in str(error):  # torch's own, of its vmap
-                raise refused("mapped", raised=error) from error
-            broken = isinstance(error, LawError | NotATensor | Unsteady)
-            if not later or broken or exchange.failed:
+                raise rule_error("mapped", raised=error) from error
+            is_refusal = isinstance(error, LawError | NotATensor | Unsteady)
+            if not is_recheck or is_refusal or exchange.failed:
                 raise
+            # The other ranks wait for this one's lines, and must not wait for ever.
             exchange(())
             warn(UNCHECKED.format(repr(error)))
             return
         finally:
             self.ran_without_data = True
-        self.note(seen.rank_local_paths, seen.draws, seen.drawing, seen.numbers)
+        self.note(
+            checker.rank_local_paths,
+            checker.draws,
+            checker.drawing,
+            checker.combines_numbers,
+        )
 
-    def check_returned(self, out: Any) -> None:
+    def check_returned(self, out: tree.PyTree) -> None:
         if not _torch.fake_active():
             self.ran_without_data = False
-            check_data(out)
+            refuse_fakes(out)
 
-    def compare_whole(self, chosen: Any, is_whole: Any, where: Any) -> None:
+    def compare_whole(
+        self,
+        chosen: Sequence[tree.PyTree],
+        is_whole: Callable[[Tensor], bool],
+        where: RankGroup,
+    ) -> None:
         compare_whole(chosen, is_whole, where)
 
     def note(
-        self, rank_local_paths: Any, draws: bool, drawing: Any, numbers: bool = False
+        self,
+        rank_local_paths: Iterable[str],
+        draws: bool,
+        drawing: Iterable[str],
+        numbers: bool = False,
     ) -> None:
         super().note(rank_local_paths, draws, drawing, numbers)
         self.replicas.draws |= draws
-        self.numbers = numbers if self.numbers is None else self.numbers
+        self.combines_numbers = (
+            numbers if self.combines_numbers is None else self.combines_numbers
+        )
 
-    def on_layout(self, rank: int, updates: bool, together: Any) -> None:
+    def on_layout(self, rank: int, updates: bool, together: SharedBatchAxes) -> None:
         self.replicas.laid_out(rank, updates, together)
-        self.numbers = None
+        self.combines_numbers = None
 
-    def begin_call(self, batch: Any, found: Frame) -> Any:
-        if found.tracer is not None or found.here is None:
+    def begin_call(
+        self, batch: tree.PyTree, call_frame: Frame
+    ) -> DueCall | nullcontext[None]:
+        if call_frame.tracer is not None or call_frame.here is None:
             return _NOT_DUE
-        n = self.replicas.begin(batch, found.here)
+        n = self.replicas.start_call(batch, call_frame.here)
         if _is_checked_later(n):
-            self._forget(found.here.rank, False, True)
+            self._recheck(call_frame.here.rank, False, True)
         return DueCall(n, batch) if n else _NOT_DUE
 
-    def _forget(self, rank: int, together: bool, twice: bool) -> None:
-        """Has the rank's next call checked as a first one.
+    def _recheck(self, rank: int, together: bool, twice: bool) -> None:
+        """Makes the rank's next call be checked as its first one was.
 
-        What chooses a branch, as an attribute or a clock, may stand otherwise by now.
+        What chooses a branch of the step, as an attribute or a clock does, may have
+        changed since.
 
         Args:
-            together: whether all ranks do so, which then compare their numbers.
-            twice: whether it is to be seen that the step repeats itself, too.
+            together: whether all ranks do so, and then compare their numbers.
+            twice: whether the step must also be seen to repeat itself.
         """
         self._known = {known for known in self._known if known[0] != rank}
-        self._later[rank] = together, twice
+        self._rechecks[rank] = together, twice
 
     def compare_state(
-        self, f: Any, found: Frame, given: Any, out: Any, call: Any
+        self,
+        f: Callable[..., tree.PyTree],
+        call_frame: Frame,
+        state_def: tree.TreeDef | None,
+        out: tree.PyTree,
+        call: DueCall | nullcontext[None],
     ) -> None:
-        if call is _NOT_DUE or given is None or found.here is None:
+        if (
+            isinstance(call, nullcontext)
+            or state_def is None
+            or call_frame.here is None
+        ):
             return
-        steps = self.replicas.end(f, found, given, out, call, self.equal)
+        returns_state = self.replicas.finish_call(
+            f, call_frame, state_def, out, call, self.equal_batch_axes
+        )
         late = _is_checked_later(n := call.number)
-        graph = found.compiler is not None and found.compiler.whole  # of no Python
-        if steps and not graph and (late or self.numbers and 1 < n < 16):
-            self._forget(found.here.rank, True, late)
+        in_one_graph = (
+            call_frame.compiler is not None and call_frame.compiler.whole
+        )  # of no Python
+        # A number may be the rank's own (a learning rate) from any call on: where there
+        # are numbers, the first calls are checked anew after each comparison. Later all
+        # steps are, after every second one.
+        if (
+            returns_state
+            and not in_one_graph
+            and (late or self.combines_numbers and 1 < n < 16)
+        ):
+            self._recheck(call_frame.here.rank, True, late)
 
 
-_NOT_DUE = nullcontext()
+_NOT_DUE: nullcontext[None] = nullcontext()
 
 
 def _is_checked_later(n: int) -> bool:
-    """True of calls 16, 64, 256, of which the next one is checked anew."""
+    """Returns whether the call after call ``n`` is checked anew: for 16, 64, 256, ...
+
+    Args:
+        n: a power of two.
+    """
     return n > 8 and n.bit_length() % 2 == 1
 
 
 class _Exchange:
-    """Exchanges lines with other processes, once; with none if ``where`` is None.
+    """A function that exchanges lines with other processes, in its first call alone.
+
+    Args:
+        where: the ranks; None: nothing is exchanged.
 
     Attributes:
-        failed: whether it has raised: that is no error of the step, as another rank
-            has failed, or a signal came in the wait, and the mesh is closed.
+        failed: whether the exchange has raised. That is no error of the step: another
+            rank has failed, or a signal came in the wait, and the mesh is closed.
     """
 
     def __init__(self, where: RankGroup | None):
@@ -441,9 +579,9 @@ class _Exchange:
         if where is None or where.link.notes is not None:
             return {}
         self.failed = True
-        found = differing_lines(lines, where)
+        differing_lines = differing_lines(lines, where)
         self.failed = False
-        return found
+        return differing_lines
 
 
 UNCHECKED = (

@@ -1,19 +1,24 @@
 """The type of what each operator of a step makes, between its units.
 
-:class:`Operators` is a dispatch mode, so that it sees backward passes too, and through
-every transform of ``torch.func``.
+:class:`TypedOperators` is a dispatch mode, so that it sees backward passes too, and
+through every transform of ``torch.func``. For each operator, `operator` runs it on
+tensors without data; `_type_results` looks up the facts about its operands, asks
+`types` for the type of its result, or raises where a rule is broken, and notes the
+facts about the result. `checker` derives from it, and adds what is no operator:
+collectives, units, gradients.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import Node
 
-from fsfunc import _torch
+from fsfunc import _torch, tree
 from fsfunc._torch.fake_modes import result_below
 from fsfunc.comm.attribution import called_by_fsfunc, is_internal, source_line
 from fsfunc.comm.comparison import Lines
@@ -22,68 +27,86 @@ from fsfunc.comm.typed_maps import LawError
 from fsfunc.core.casts import differentiable
 from fsfunc.core.frames import frame
 from fsfunc.tracing.knowledge import (
-    Known,
-    Nodes,
+    AutogradNodes,
+    FactTable,
     Origin,
-    Seen,
-    keeps_pairs,
-    memory,
-    operand,
+    TensorFacts,
+    memory_key,
+    operand_of,
+    view_keeps_pairs,
 )
 from fsfunc.tracing.operators import (
     COPIES,
     OF_LISTS,
-    TURNS,
+    TRANSPOSES,
     OperatorClass,
     OperatorMode,
+    by_position,
     class_of_call,
+    comparable,
     draws,
-    flat,
+    flatten_lists,
     names_dims,
-    number,
-    rows,
-    shown,
+    partial_view,
 )
 from fsfunc.tracing.provenance import Provenance
-from fsfunc.tracing.results import OperatorCall, seen_of
-from fsfunc.tracing.rules import refusal, refused
+from fsfunc.tracing.results import OperatorCall, result_facts
+from fsfunc.tracing.rules import operand_error, rule_error
 from fsfunc.tracing.split_work import SplitWork
 from fsfunc.tracing.steadiness import StandIns
-from fsfunc.tracing.types import PARTS, Kind, Operand, Untyped, agrees, joint, result
+from fsfunc.tracing.types import (
+    PARTS,
+    Kind,
+    Operand,
+    Untyped,
+    is_equal_on_ranks,
+    joint_kind,
+    result_kind,
+)
 
 
 @dataclass(frozen=True)
 class SharedOp:
-    """An operator that computes what should be one value on all ranks.
+    """An operator that computes what should be one value on all ranks: an event.
+
+    Ranks compare these, operator by operator.
 
     Args:
-        constants: the numbers that it was given, and what its constant tensors are.
+        name: the operator's.
+        constants: the numbers that it was given, and the digests of its constants.
+        line: the line that called it.
     """
 
     name: str
     constants: tuple[Any, ...]
-    where: str
+    line: str
 
 
-_ONES: Any = torch.ops.aten.ones_like.default
+_ONES: _torch.OpOverload = torch.ops.aten.ones_like.default
 
 
-class Operators(OperatorMode):
+class TypedOperators(OperatorMode):
     """Types what operators make of values, and raises where that has no type.
 
     Args:
-        rank: whose program it is; ``axes``: over which its loss is a mean;
-            ``alone``: whether there is no other rank on them.
-        stand_ins: what they get who ask for values.
-        varying: which events had constants that differ from rank to rank.
+        axes: those over which the loss is a mean.
+        alone: whether this rank is the only one on them.
+        stand_ins: the numbers in place of values that the step asks for.
+        varying: the indices of the events of which the constants differ between ranks.
 
-    ``events`` are what the ranks must agree on; ``draws`` whether torch's default
-    generators are drawn of, in units too; ``drawing`` the names of units in which they
-    are outside gradient calls; ``numbers`` whether numbers are combined with what is
-    one value; ``known`` what is known of tensors; ``given`` the memory that the bodies
-    of units which run were given; ``captured`` of what the tensors are made that the
-    outermost of them reads beside; ``split`` along which axes beside ``axes`` values
-    are each rank's own.
+    Attributes:
+        rank_local_kind: the type of what is each rank's own: V, or A if it is alone.
+        events: the operators that ranks must agree on.
+        fact_table: the facts about tensors.
+        nodes: the operators that autograd nodes belong to.
+        split_work: the axes beside ``axes`` along which values are each rank's own.
+        unit_memory: the memory that the bodies of running units were given.
+        captured: of what the tensors are made that the outermost unit captured.
+        draws: whether torch's default generators are drawn from, in units too.
+        drawing: the units in which they are, outside gradient calls.
+        combines_numbers: whether numbers are combined with what is one value.
+        is_indexing: whether a tensor is being indexed.
+        seed_count: how many cotangents of ones torch makes next.
     """
 
     def __init__(
@@ -95,305 +118,400 @@ class Operators(OperatorMode):
     ):
         super().__init__()
         self.axes, self.stand_ins, self.varying = axes, stand_ins, set(varying)
-        self.own = Kind.A if alone else Kind.V
+        self.rank_local_kind = Kind.A if alone else Kind.V
         self.events: list[SharedOp] = []
-        self.known, self.nodes = Known(), Nodes()
-        self.split = SplitWork(axes)
-        self.given: set[int] = set()
-        self.draws = self.numbers = False
+        self.fact_table, self.nodes = FactTable(), AutogradNodes()
+        self.split_work = SplitWork(axes)
+        self.unit_memory: set[int] = set()
+        self.draws = self.combines_numbers = False
         self.drawing: set[str] = set()
         self.captured: list[Provenance] = []
-        self.indexing = False  # while a tensor is indexed
-        self._along = False  # whether an operator was given dims
-        self.seeds = 0  # how many cotangents of ones torch makes next
-        self._paused = False
+        self.is_indexing = False
+        self._names_dims = False  # whether the operator that is typed was given dims
+        self.seed_count = 0
+        self._paused = False  # while the check runs operators of its own
 
-    def operator(self, func: Any, args: Any, kwargs: Any) -> Any:
-        if not self._paused and (told := _torch.tells(func)):
-            if told == "value":
-                return self._told(func, args, kwargs)
-            self.leaves_the_step(class_of_call(func, args, kwargs).name, args)
-        numbers = self.nodes.new()
+    def operator(
+        self, func: _torch.OpOverload, args: _torch.Args, kwargs: _torch.Kwargs
+    ) -> Any:
+        if not self._paused and (dependence := _torch.tells(func)):
+            if dependence == "value":
+                return self._python_value(func, args, kwargs)
+            self.check_values_read(class_of_call(func, args, kwargs).name, args)
+        node_numbers = self.nodes.new_numbers()
         out = result_below(func, args, kwargs)
-        if self.seeds and func is _ONES:  # each rank's loss counts once: it has no type
-            self.seeds -= 1
+        # The cotangent of a loss has no type: each rank's loss counts once.
+        if self.seed_count and func is _ONES:
+            self.seed_count -= 1
             return out
         if self._paused or type(out) is bool:  # one that compares shapes
             return out
-        self.draws = (drawn := draws(func, args, kwargs)) or self.draws
-        self.split.operator(func, args, kwargs, out)
-        if path := frame().path:  # there all is the rank's own, whatever it does
-            if drawn and frame().seed is None:
+        self.draws = (call_draws := draws(func, args, kwargs)) or self.draws
+        self.split_work.operator(func, args, kwargs, out)
+        # In a unit's body all is the rank's own, whatever it does: nothing is typed.
+        if path := frame().path:
+            if call_draws and frame().seed is None:
                 self.drawing.add(path[0])
-            self._captured(path[0], args, kwargs)
+            self._check_captured(path[0], args, kwargs)
             return out
         written = _torch.written(func, args, kwargs)
-        found = flat([out, written]) if written else flat(out)
-        if made := [x for x in found if isinstance(x, Tensor)]:
+        outputs = flatten_lists([out, written]) if written else flatten_lists(out)
+        if results := [x for x in outputs if isinstance(x, Tensor)]:
             op = class_of_call(func, args, kwargs)
             self._paused = True
             try:
                 if func._schema.name.startswith(OF_LISTS):
-                    for row, results in rows(args, kwargs, made):
-                        self._note(op, row, results, bool(written), numbers)
+                    for row_args, row_results in by_position(args, kwargs, results):
+                        self._type_results(
+                            op, row_args, row_results, bool(written), node_numbers
+                        )
                 else:
-                    self._along = names_dims(func, args, kwargs)
-                    given = flat(args) + flat(kwargs) if kwargs else flat(args)
-                    self._note(op, given, made, bool(written), numbers)
+                    self._names_dims = names_dims(func, args, kwargs)
+                    arguments = (
+                        flatten_lists(args) + flatten_lists(kwargs)
+                        if kwargs
+                        else flatten_lists(args)
+                    )
+                    self._type_results(
+                        op, arguments, results, bool(written), node_numbers
+                    )
             finally:
                 self._paused = False
         return out
 
-    def leaves_the_step(self, name: str, values: Any) -> Kind:
-        """The joint type of tensors whose values are read.
+    def check_values_read(self, name: str, values: tree.PyTree) -> Kind:
+        """Returns the joint type of tensors whose values Python reads.
+
+        Args:
+            name: the function that reads them.
+            values: a tensor, or nested lists that hold some.
 
         Raises:
             LawError: one is this rank's part of a leaf.
         """
-        given = [x for x in flat([values]) if isinstance(x, Tensor)]
-        seen = [self.known.of(x) for x in given]
-        if any(x.kind in PARTS - {Kind.R} for x in seen):
-            if not frame().path and not _trusted():
-                raise refusal("mixes", name, seen)
-        kinds = {x.kind for x in seen}
-        kind = Kind.R if kinds & PARTS else joint(kinds)
+        tensors = [x for x in flatten_lists([values]) if isinstance(x, Tensor)]
+        facts = [self.fact_table.of(x) for x in tensors]
+        if any(x.kind in PARTS - {Kind.R} for x in facts):
+            if not frame().path and not _library_at_work():
+                raise operand_error("mixes", name, facts)
+        kinds = {x.kind for x in facts}
+        kind = Kind.R if kinds & PARTS else joint_kind(kinds)
+        # Python then depends on the rank, as where it reads its ``axis_index``.
         if kind is Kind.V:
             note_axes_read(self.axes)
         return kind
 
-    def of_a_part(
-        self, func: Any, values: Iterable[Any], error: Exception
+    def error_for_part(
+        self, func: _torch.TorchFunction, values: Iterable[tree.Leaf], error: Exception
     ) -> Exception | None:
-        """The refusal of a function that raised ``error``, given parts by a user."""
+        """Returns the error to raise in place of torch's, where a part may be why.
+
+        A part is 1-D: where a user gives one to a function of matrices, torch's error
+        does not name the leaf.
+
+        Args:
+            func: the function that raised.
+            values: its arguments.
+            error: what torch raised.
+        """
         if isinstance(error, LawError) or _torch.is_data_dependent(error):
             return None
-        if frame().path or _trusted():
+        if frame().path or _library_at_work():
             return None
-        seen = [self.known.of(x) for x in values if isinstance(x, Tensor)]
-        if not any(x.kind is Kind.S or x.flat for x in seen):
+        facts = [self.fact_table.of(x) for x in values if isinstance(x, Tensor)]
+        if not any(x.kind is Kind.S or x.flat for x in facts):
             return None
         name = getattr(func, "__name__", type(func).__name__)
         if name == "__get__":
             name = func.__self__.__name__  # of an attribute
-        return refusal("dims", name, seen, None, error)
+        return operand_error("dims", name, facts, None, error)
 
-    def asked(self, name: str, x: Tensor) -> Tensor:
-        """Numbers in place of a fake tensor's values."""
-        kind, value = self.leaves_the_step(name, x), _torch.value_of(x)
+    def placeholder_value(self, name: str, x: Tensor) -> Tensor:
+        """Returns numbers in place of a fake tensor's values, which ``name`` reads."""
+        kind, value = self.check_values_read(name, x), _torch.value_of(x)
         if kind is Kind.K and value is not None:
             return value  # of a constant there are no others
-        own = kind is Kind.V
+        rank_local = kind is Kind.V
+        # In a unit's body tensors have no types; what may carry a derivative is taken
+        # for the rank's own.
         if frame().path and differentiable(x):
             note_axes_read(self.axes)
-            own = True
-        return self.stand_ins.of(x, own)
+            rank_local = True
+        return self.stand_ins.placeholder_for(x, rank_local)
 
-    def _told(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """The result of an operator that returns a Python value, or a placeholder."""
+    def _python_value(
+        self, func: _torch.OpOverload, args: _torch.Args, kwargs: _torch.Kwargs
+    ) -> Any:
+        """Returns the Python value that an operator returns, or a placeholder of it."""
         name = func._schema.name.removeprefix("aten::")
-        given = [x for x in args if isinstance(x, Tensor)]
-        if len(given) == 1:
+        tensors = [x for x in args if isinstance(x, Tensor)]
+        if len(tensors) == 1:
             name = "item" if name == "_local_scalar_dense" else name
-            value = self.asked(name, given[0])
+            value = self.placeholder_value(name, tensors[0])
             with _torch.beneath_all_modes():
                 return value.item()
-        kind = self.leaves_the_step(name, given)
-        known = all(_torch.value_of(x) is not None for x in given)
-        found = func(*args, **kwargs) if known else name == "equal"
-        if kind is Kind.K and known:
-            return found
-        return self.stand_ins.truth(found, kind is Kind.V)
+        kind = self.check_values_read(name, tensors)
+        all_known = all(_torch.value_of(x) is not None for x in tensors)
+        answer = func(*args, **kwargs) if all_known else name == "equal"
+        if kind is Kind.K and all_known:
+            return answer
+        return self.stand_ins.answer_for(answer, kind is Kind.V)
 
-    def _note(
+    def _type_results(
         self,
         op: OperatorClass,
-        given: Sequence[Any],
-        made: Sequence[Tensor],
+        arguments: Sequence[Any],
+        results: Sequence[Tensor],
         writes: bool,
-        numbers: range,
+        node_numbers: range,
     ) -> None:
-        tensors = [x for x in given if isinstance(x, Tensor)]
+        """Notes the facts about the results of an operator that has run.
+
+        Args:
+            op: its class.
+            arguments: its arguments, those in lists too.
+            results: the tensors that it made, or wrote into.
+            writes: whether it wrote into any.
+            node_numbers: the sequence numbers of the autograd nodes that it made.
+
+        Raises:
+            LawError: a rule is broken.
+        """
+        tensors = [x for x in arguments if isinstance(x, Tensor)]
         inputs = set(map(_torch.storage_key, tensors))
-        lies_in = [_torch.storage_key(y) in inputs for y in made]
-        node, trusted = _torch.current_node(), _trusted()
+        in_input = [_torch.storage_key(y) in inputs for y in results]
+        node, trusted = _torch.current_node(), _library_at_work()
         by_user = node is None and not trusted
-        if node is not None and self.nodes.in_a_body(node, numbers):
-            for y, within in zip(made, lies_in, strict=True):
-                if not within:
-                    self.known.give(y, self.own, "a unit's derivative")
+        if node is not None and self.nodes.is_in_unit_body(node, node_numbers):
+            for y, aliases in zip(results, in_input, strict=True):
+                if not aliases:
+                    self.fact_table.set_kind(
+                        y, self.rank_local_kind, "a unit's derivative"
+                    )
             return
-        origin = self._origin(op, node, numbers, trusted)
+        origin = self._origin(op, node, node_numbers, trusted)
         for x in tensors:
-            self.used(x)
-        view = not writes and all(lies_in)
-        if view and not (by_user or op.picks or op.name == "view_as_real"):
+            self.note_use(x)
+        # A view has the facts of its base, by its storage. Only those that choose
+        # elements, or that a user takes, need a look.
+        is_view = not writes and all(in_input)
+        if is_view and not (by_user or op.picks or op.name == "view_as_real"):
             return
-        sources = [self.known.of(x) for x in tensors]
-        if view and self._takes_pairs(op, tensors[0], sources[0], made[0]):
+        facts = [self.fact_table.of(x) for x in tensors]
+        if is_view and self._takes_pairs(op, tensors[0], facts[0], results[0]):
             if op.picks and origin:
                 origin = origin._replace(trusted=True, of_pairs=True)
-                self.nodes.came_from(numbers, origin)
+                self.nodes.set_origin(node_numbers, origin)
             return
-        over = op.name == "copy" and sources[0].kind not in PARTS  # the first is lost
-        read = tensors[1:] if over else tensors
-        operands = list(map(operand, read, sources[len(tensors) - len(read) :]))
+        # ``x.copy_(y)`` reads y alone. (Into a part: its places count, so x is read.)
+        overwrites = op.name == "copy" and facts[0].kind not in PARTS
+        read_tensors = tensors[1:] if overwrites else tensors
+        operands = list(
+            map(operand_of, read_tensors, facts[len(tensors) - len(read_tensors) :])
+        )
         call = OperatorCall(
-            op, given, made, tensors, sources, operands, node, origin, trusted
+            op, arguments, results, tensors, facts, operands, node, origin, trusted
         )
         if by_user:
-            self._check_placed(call, view)
-            # Of a slice that is all there is, torch makes an alias.
-            taken = op.picks or op.name == "as_strided" or self.indexing
-            if view and taken:
-                self.known.own.picked(tensors[0])
-        if view and not op.picks:
+            self._check_placed(call, is_view)
+            # An index that takes all there is gives an alias, which shows no slice.
+            slices = op.picks or op.name == "as_strided" or self.is_indexing
+            if is_view and slices:
+                self.fact_table.rank_local.note_slice(tensors[0])
+        if is_view and not op.picks:
             return
-        kind = self._typed(call)
-        if view:
+        kind = self._result_kind(call)
+        if is_view:
             return
-        if op.random and not any(isinstance(x, torch.Generator) for x in given):
-            kind = self.own  # the ranks' default generators are their own
+        if op.random and not any(isinstance(x, torch.Generator) for x in arguments):
+            kind = self.rank_local_kind  # the ranks' default generators are their own
         digest = None
         if by_user and kind is not Kind.V:
-            kind, digest = self._event(call, kind)
-        seen = seen_of(self.known, call, kind, digest)
-        for i, (y, within) in enumerate(zip(made, lies_in, strict=True)):
-            if i and seen.value:
-                seen = seen._replace(value=hash((seen.value, i)))
-            if within:
-                self.known.write(y, seen)
+            kind, digest = self._shared_kind(call, kind)
+        made_facts = result_facts(self.fact_table, call, kind, digest)
+        for i, (y, aliases) in enumerate(zip(results, in_input, strict=True)):
+            if i and made_facts.value_key:
+                made_facts = made_facts._replace(
+                    value_key=hash((made_facts.value_key, i))
+                )
+            if aliases:
+                self.fact_table.record_write(y, made_facts)
             else:
-                self.known.put(y, seen)
+                self.fact_table.set(y, made_facts)
 
     def _origin(
-        self, op: OperatorClass, node: Any, numbers: range, trusted: bool
+        self, op: OperatorClass, node: Node | None, node_numbers: range, trusted: bool
     ) -> Origin | None:
-        """The operator of the forward pass that runs, or that ``node`` is of."""
+        """Returns the forward operator that runs, or that ``node`` belongs to."""
         if node is not None:
-            return self.nodes.origin(node, numbers)
+            return self.nodes.origin(node, node_numbers)
         origin = Origin(op.name, source_line(), trusted)
-        self.nodes.came_from(numbers, origin)
+        self.nodes.set_origin(node_numbers, origin)
         return origin
 
-    def used(self, x: Tensor) -> None:
-        """Called with a tensor that an operator reads."""
+    def note_use(self, x: Tensor) -> None:
+        """Called with each tensor that an operator reads; here it does nothing."""
 
-    def _captured(self, name: str, args: Any, kwargs: Any) -> None:
-        """Raises where a unit's body reads parts that it was not given."""
-        for x in flat([args, kwargs]):
-            if not isinstance(x, Tensor) or (seen := self.known.seen(x)) is None:
-                continue
-            if memory(x) in self.given:
-                continue
-            if _torch.current_node() is not None or _trusted():
-                continue
-            if seen.kind in PARTS:
-                raise refusal("input", name, [seen])
-            self.captured.append(self.known.made_of(x))
+    def _check_captured(
+        self, name: str, args: _torch.Args, kwargs: _torch.Kwargs
+    ) -> None:
+        """Raises where a unit's body reads parts that it was not given.
 
-    def _takes_pairs(self, op: OperatorClass, x: Tensor, seen: Seen, y: Tensor) -> bool:
-        """True of what real and imaginary parts of a part of complex numbers are.
+        Other tensors that it captures are noted, as its outputs are made of them too.
 
-        As torch computes these: its view as pairs of real numbers, views of those, and
-        one number of each pair.
+        Args:
+            name: the outermost unit's.
         """
-        if not (seen.flat or seen.kind in PARTS):
+        for x in flatten_lists([args, kwargs]):
+            if not isinstance(x, Tensor) or (facts := self.fact_table.find(x)) is None:
+                continue
+            if memory_key(x) in self.unit_memory:
+                continue
+            if _torch.current_node() is not None or _library_at_work():
+                continue
+            if facts.kind in PARTS:
+                raise operand_error("input", name, [facts])
+            self.captured.append(self.fact_table.provenance(x))
+
+    def _takes_pairs(
+        self, op: OperatorClass, x: Tensor, facts: TensorFacts, y: Tensor
+    ) -> bool:
+        """Returns whether a view is one of those of which torch makes ``x.real``.
+
+        Or ``x.imag``, of a part of complex numbers: its view as pairs of real numbers,
+        views of all pairs, and one number of each pair. They are parts as ``x`` is.
+        """
+        if not (facts.flat or facts.kind in PARTS):
             return False
         if op.name == "view_as_real":
-            self.known.pair(x)
+            self.fact_table.mark_paired(x)
             return True
-        return self.known.are_pairs(x, seen) and keeps_pairs(x, y)
+        return self.fact_table.shows_pairs(x, facts) and view_keeps_pairs(x, y)
 
-    def _check_placed(self, call: OperatorCall, view: bool) -> None:
-        """Raises where the dims of a placed leaf's elements count: it shows a row."""
-        op, made = call.op, call.made
+    def _check_placed(self, call: OperatorCall, is_view: bool) -> None:
+        """Raises where a user's operator depends on the dims of a placed leaf.
+
+        Its part shows a row of elements, whatever dims the leaf has.
+
+        Args:
+            is_view: whether the operator makes views.
+        """
+        op, results = call.op, call.results
         placed = [
-            (x, seen, self.known.are_pairs(x, seen))
-            for x, seen in call.facts
-            if seen.flat or seen.kind is Kind.S
+            (x, facts, self.fact_table.shows_pairs(x, facts))
+            for x, facts in call.pairs
+            if facts.flat or facts.kind is Kind.S
         ]
         paired = [x.shape for x, _, are_pairs in placed if are_pairs]
-        for x, seen, are_pairs in placed:
+        for x, facts, are_pairs in placed:
             if paired and x.ndim:  # else one number for all elements
-                kept = all(y.shape == paired[0] for y in made)
-                if view or not (are_pairs and op.elementwise and kept):
-                    raise refusal("pairs", op.name, [seen])
-                for y in made:
-                    self.known.pair(y)
-            elif view:
-                turned = op.name in TURNS or any(
-                    y.shape[-1:] != x.shape[-1:] for y in made
+                keeps_shape = all(y.shape == paired[0] for y in results)
+                if is_view or not (are_pairs and op.elementwise and keeps_shape):
+                    raise operand_error("pairs", op.name, [facts])
+                for y in results:
+                    self.fact_table.mark_paired(y)
+            elif is_view:
+                transposes = op.name in TRANSPOSES or any(
+                    y.shape[-1:] != x.shape[-1:] for y in results
                 )
-                some = seen.flat and any(y.shape != x.shape for y in made)
-                if some if op.picks else turned:
-                    raise refusal("mixes", op.name, [seen])
-            elif seen.flat and not (op.elementwise or op.factory):
-                if self._along or any(y.ndim for y in made):
-                    raise refusal("mixes", op.name, [seen])
+                slices = facts.flat and any(y.shape != x.shape for y in results)
+                if slices if op.picks else transposes:
+                    raise operand_error("mixes", op.name, [facts])
+            elif facts.flat and not (op.elementwise or op.factory):
+                if self._names_dims or any(y.ndim for y in results):
+                    raise operand_error("mixes", op.name, [facts])
 
-    def _typed(self, call: OperatorCall) -> Kind:
-        op, made, origin = call.op, call.made, call.origin
+    def _result_kind(self, call: OperatorCall) -> Kind:
+        """Returns the type of a call's results, or raises where they have none."""
+        op, results, origin = call.op, call.results, call.origin
         backward = call.node is not None
         try:
-            return result(op, call.operands, made, backward)
+            return result_kind(op, call.operands, results, backward)
         except Untyped as why:
-            sure = call.trusted if origin is None else origin.trusted
-            if str(why) == "positions" and not backward and _are_rows(call.operands):
-                raise refusal("rows", op.name, call.sources) from None
-            if is_internal() and not backward or sure and str(why) != "own":
-                # The library knows what it does with parts.
-                return Kind.S if any(y.ndim for y in made) else Kind.P
-            forward = (origin.name, origin.where) if backward and origin else None
-            raise refusal(str(why), op.name, call.sources, forward) from None
+            is_trusted = call.trusted if origin is None else origin.trusted
+            if (
+                str(why) == "positions"
+                and not backward
+                and _are_tangent_rows(call.operands)
+            ):
+                raise operand_error("rows", op.name, call.facts) from None
+            if is_internal() and not backward or is_trusted and str(why) != "own":
+                # The library knows what it does with parts, and so does the backward of
+                # what it called.
+                return Kind.S if any(y.ndim for y in results) else Kind.P
+            forward = (origin.name, origin.line) if backward and origin else None
+            raise operand_error(str(why), op.name, call.facts, forward) from None
 
-    def _event(self, call: OperatorCall, kind: Kind) -> tuple[Kind, Any]:
-        """Notes what the ranks must agree on; what they do not is each rank's own."""
-        op, seen = call.op, call.sources
-        if op.name in COPIES:  # a rank may make more of them
-            return kind, seen[-1].digest if seen else None
-        numbers = tuple(number(x) for x in call.given if not isinstance(x, Tensor))
+    def _shared_kind(self, call: OperatorCall, kind: Kind) -> tuple[Kind, Hashable]:
+        """Notes an operator on which the ranks must agree.
+
+        Returns:
+            the type of its results: V if its constants differ between ranks; and a
+            digest, if it makes a constant.
+        """
+        op, facts = call.op, call.facts
+        # A rank may make more copies than another, of the same values.
+        if op.name in COPIES:
+            return kind, facts[-1].digest if facts else None
+        numbers = tuple(
+            comparable(x) for x in call.arguments if not isinstance(x, Tensor)
+        )
         constants = (
             *numbers,
             *(
-                (x.digest, None if x.uniform else shown(t))
-                for t, x in call.facts
+                (x.digest, None if x.uniform else partial_view(tensor))
+                for tensor, x in call.pairs
                 if x.kind is Kind.K
             ),
         )
         if kind is Kind.K:
-            return kind, (op.name, constants)  # nobody's, till it meets something
-        self.numbers = self.numbers or bool(constants)
-        if self._alike(op.name, constants, call.line):
+            # No event yet: ranks may have unlike constants, until one meets a value
+            # that should be equal on all ranks.
+            return kind, (op.name, constants)
+        self.combines_numbers = self.combines_numbers or bool(constants)
+        if self._record_event(op.name, constants, call.line):
             return kind, None
         if kind in PARTS:
-            part = next(x for x in seen if x.kind in PARTS)
-            said = ", ".join(str(x) for x in numbers) or "a constant"
-            own = Seen(Kind.V, f"a number ({said} here)")
-            raise refusal("own", op.name, [part, own])
+            part = next(x for x in facts if x.kind in PARTS)
+            number_text = ", ".join(str(x) for x in numbers) or "a constant"
+            own_number = TensorFacts(Kind.V, f"a number ({number_text} here)")
+            raise operand_error("own", op.name, [part, own_number])
         return Kind.V, None
 
-    def _alike(self, name: str, constants: tuple[Any, ...], line: str) -> bool:
-        """Records an event; returns if it is equal on all ranks, as far as is known."""
+    def _record_event(
+        self, name: str, constants: tuple[object, ...], line: str
+    ) -> bool:
+        """Records an event; returns whether it is equal on all ranks, if that is known.
+
+        In the first run nothing is known, and all are taken to be equal: ranks compare
+        their events then, and another run gets the indices of those that differ.
+        """
         self.events.append(SharedOp(name, constants, line))
         return len(self.events) - 1 not in self.varying
 
-    def agreed(self, what: str, said: str, lines: Lines) -> None:
-        """Notes what is no tensor, and is to be the same on every rank.
+    def record_agreed(self, name: str, local_text: str, lines: Lines) -> None:
+        """Notes what is no tensor, and must be the same on every rank.
+
+        Args:
+            name: what it is for, as its event's name.
+            local_text: what it is on this rank, for the message.
+            lines: the same, to be compared.
 
         Raises:
-            LawError: it is not.
+            LawError: it is not the same.
         """
-        if not self._alike(what, tuple(lines), where := source_line()):
-            raise refused("numbers", op=what, line=where, said=said)
+        if not self._record_event(name, tuple(lines), line := source_line()):
+            raise rule_error("numbers", op=name, line=line, text=local_text)
 
 
-def _are_rows(given: Sequence[Operand]) -> bool:
-    """True where a part meets constants of its length, one for each of its elements.
+def _are_tangent_rows(operands: Sequence[Operand]) -> bool:
+    """Returns whether a part meets rows of constants, each of the part's length.
 
-    Those of jacfwd: they are another tangent of each rank's part.
+    So it is in ``jacfwd``, which pushes forward a row of the identity for each element:
+    that has the length of this rank's part, and is another tangent on each rank.
     """
-    parts = [x.shape for x in given if x.kind is Kind.S]
-    others = [x.shape for x in given if agrees(x.kind) and not x.number]
+    parts = [x.shape for x in operands if x.kind is Kind.S]
+    others = [x.shape for x in operands if is_equal_on_ranks(x.kind) and not x.number]
     return any(
         len(shape) > len(part) and shape[-1:] == part[-1:] != (1,)
         for part in parts
@@ -401,6 +519,6 @@ def _are_rows(given: Sequence[Operand]) -> bool:
     )
 
 
-def _trusted() -> bool:
-    """True while the library is at work, which knows what it does with parts."""
+def _library_at_work() -> bool:
+    """Returns whether the library is at work, which knows what it does with parts."""
     return is_internal() or called_by_fsfunc()

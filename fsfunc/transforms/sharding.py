@@ -11,7 +11,7 @@ from typing import Literal, ParamSpec, TypeVar
 from fsfunc.comm.mesh import Axis, Mesh
 from fsfunc.comm.tracebacks import api_boundary
 from fsfunc.core.frames import transformed
-from fsfunc.tracing.rules import listed
+from fsfunc.tracing.rules import describe_rules
 from fsfunc.tracing.type_check import TypeCheck
 from fsfunc.transforms.messages.wire import Gather, Reduction
 from fsfunc.transforms.shard_options import ShardOptions
@@ -146,5 +146,5 @@ def shard(
 
 # Not written twice: a rule's words are where it is made.
 shard.__doc__ = (shard.__doc__ or "").replace(
-    "{rules}", listed().replace("\n", "\n    ")
+    "{rules}", describe_rules().replace("\n", "\n    ")
 )

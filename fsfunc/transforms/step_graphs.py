@@ -26,12 +26,7 @@ from fsfunc.runtime.generators import one_number
 from fsfunc.sharded.donated import Donation
 from fsfunc.sharded.leaf import FlatShard, Sharded, is_sharded
 from fsfunc.sharded.plain_leaves import lay_leaf
-from fsfunc.transforms.graph_arguments import (
-    Arguments,
-    Returned,
-    held,
-    settings,
-)
+from fsfunc.transforms.graph_arguments import Arguments, Returned, held, settings
 from fsfunc.transforms.graph_collectives import Run, at_now
 from fsfunc.transforms.step_traces import StepTrace, check_takes
 
@@ -175,7 +170,7 @@ class StepGraph:
             self._keep_others(tensors, donated)
         for _ in range(self.trace.before.drawn):
             one_number()
-        with self.trace.claims.again([call for *_, call in due]):
+        with self.trace.claims.repeat_for([call for *_, call in due]):
             for fn, i, into in self.trace.asked:
                 into.copy_(torch.as_tensor(fn(given.leaves[i])))
         run = Run([] if link is None else link.calls)

@@ -125,7 +125,7 @@ class StepTrace:
         around = frame().replace(
             compiler=self, donated=Everything() if donates else None
         )
-        with without_data(given.leaves, at, told=_TOLD) as mode:
+        with without_data(given.leaves, at, read_error=_TOLD) as mode:
             args, keywords, inputs = given.without_data(mode)
             self.given = tree.leaves((args, keywords), is_leaf=is_sharded)
             known = {id(x) for x in inputs}

@@ -40,8 +40,8 @@ def recorded(loss, params, *, min_bytes=0, how="fake", plain=False, **options):
     def main():
         f = loss if plain else ff.value_and_grad(loss)
         recorder = record(ff.shard(f, MESH, "data", **options), params, (X,), how)
-        groups = recorder.groups(min_bytes)
-        return groups, recorder.order(groups), recorder
+        groups = recorder.leaf_groups(min_bytes)
+        return groups, recorder.gather_order(groups), recorder
 
     return ff.spmd(main, MESH)()[0]
 
@@ -90,7 +90,7 @@ def test_a_leaf_read_outside_every_unit_stays_whole():
 
     params = layers(1, gain=torch.ones(2))
     groups, _, recorder = recorded(loss, params)
-    assert recorder.whole() == {"gain"} and "gain" not in sum(paths(groups), [])
+    assert recorder.whole_leaves() == {"gain"} and "gain" not in sum(paths(groups), [])
 
     def main():
         x = X * (1 + ff.axis_index("data"))
@@ -112,7 +112,7 @@ def test_a_leaf_that_comes_in_as_an_input_stays_whole():
         return scaled({"w": p["layers"][0]["w"]}, x, p["gain"]).sum()
 
     params = layers(1, gain=torch.ones(2))
-    assert recorded(loss, params)[2].whole() == {"gain"}
+    assert recorded(loss, params)[2].whole_leaves() == {"gain"}
     ff.spmd(lambda: run(loss, params), MESH)()
 
 
@@ -125,7 +125,7 @@ def run(loss, params, **how):
 def test_a_unit_may_return_its_parameter():
     loss = lambda p, x: (ff.unit(lambda w, x: w)(p, x) * x).sum()  # noqa: E731
     w = torch.arange(2.0)
-    assert recorded(loss, w)[2].whole() == set()
+    assert recorded(loss, w)[2].whole_leaves() == set()
     expected = ff.value_and_grad(loss)(w, X)[1]
     assert torch.equal(ff.spmd(lambda: run(loss, w), MESH)()[0], expected)
 
@@ -248,7 +248,7 @@ def test_a_step_that_returns_its_state_needs_no_type_check(bare):
         return new, tree.leaves(grads) if bare else 1.0
 
     def main():
-        return record(ff.shard(step, MESH, "data"), params, (X,)).plain
+        return record(ff.shard(step, MESH, "data"), params, (X,)).needs_no_check
 
     assert ff.spmd(main, MESH)() == [not bare] * 2
 

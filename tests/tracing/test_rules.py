@@ -69,18 +69,19 @@ def test_what_breaks_a_rule_is_refused_by_its_name(name):
     rule = BY_NAME[name]
     told = rf"\(rule '{name}' of help\(ff.shard\)\)"
     with pytest.raises(rule.error, match=told):
-        run(rule.breaks)
+        run(rule.refused_example)
 
 
 @pytest.mark.parametrize("name", BY_NAME)
 def test_its_way_out_runs(name):
-    run(BY_NAME[name].keeps)
+    run(BY_NAME[name].accepted_example)
 
 
 def test_help_lists_the_rules():
     told = ff.shard.__doc__ or ""
     for rule in RULES:
-        words = (rule.name, rule.says, rule.breaks, rule.keeps)
+        examples = (rule.refused_example, rule.accepted_example)
+        words = (rule.name, rule.sentence, *examples)
         assert all(" ".join(w.split()) in " ".join(told.split()) for w in words)
 
 
