@@ -28,7 +28,7 @@ from fsfunc.pipelining.actions import BACKWARD, FORWARD, Action, stages_of
 from fsfunc.pipelining.microbatches import Microbatch
 from fsfunc.pipelining.sample_gradients import SampleGradients
 from fsfunc.pipelining.stages import CAPTURED, Ended, StageRun, StageVjp, abstractly
-from fsfunc.pipelining.timing import clocked
+from fsfunc.pipelining.timing import ActionTimer
 from fsfunc.runtime.generators import States, are_drawn, generators_kept, mix
 from fsfunc.runtime.memory import BufferPool
 from fsfunc.runtime.scopes import plainly
@@ -79,7 +79,7 @@ class Worker:
         self.actions: Sequence[Action] = ()
         self.at = self.last = 0  # the action that is done now, and the last forward
         self.early: set[Action] = set()  # what was done before its turn
-        self.clock: clocked  # of the action that is done now
+        self.clock: ActionTimer  # of the action that is done now
 
     def run(self, actions: Sequence[Action]) -> None:
         """Does a rank's actions in their order.
@@ -96,7 +96,7 @@ class Worker:
 
     def _run(self, actions: Sequence[Action]) -> None:
         self.actions, self.early = actions, set[Action]()
-        forwards = [i for i, a in enumerate(actions) if a.of_kind.is_forward]
+        forwards = [i for i, a in enumerate(actions) if a.traits.is_forward]
         self.last = max(forwards, default=-1)
         draws = any(m.cut.program.draws for m in self.microbatches)
         several = len(stages_of(actions)) > 1
@@ -107,7 +107,7 @@ class Worker:
             for self.at, action in enumerate(actions):
                 if action in self.early:
                     continue
-                kind = action.of_kind
+                kind = action.traits
                 if draws and kind.is_forward:
                     seed = mix(self.frame.seed or 0, action.stage, action.microbatch)
                     for generator, _ in states:
@@ -116,7 +116,7 @@ class Worker:
                 if rounds is not None:
                     rounds.begin(self.at)
                 tracer.turn(kind.carries or kind.letter, action.microbatch, stage)
-                with clocked(self.where.index, action) as self.clock:
+                with ActionTimer(self.where.index, action) as self.clock:
                     (kind.run or getattr(type(self), f"_{kind.letter}"))(self, action)
                 self.sends = [work for work in self.sends if not work.done()]
                 if rounds is not None:
@@ -200,7 +200,7 @@ class Worker:
         found = self.inbox.pop(key, {})
         for value, work in self.posted.pop(key, ()):
             _add(found, value, work.wait())
-        self.clock.begins()
+        self.clock.restart()
         return found
 
     def _pass_on(
@@ -275,10 +275,10 @@ class Worker:
         """Does the sends that come right after a backward before its end."""
         for action in self.actions[self.at + 1 :]:
             mine = (action.stage, action.microbatch) == (a.stage, a.microbatch)
-            kind = action.of_kind
+            kind = action.traits
             if (kind.transfer, kind.carries) != (">", BACKWARD) or not mine:
                 break
-            with clocked(self.where.index, action):
+            with ActionTimer(self.where.index, action):
                 self._send(action)
             self.early.add(action)
 
@@ -286,7 +286,7 @@ class Worker:
 
     def _send(self, a: Action) -> None:
         calls, peer = self.microbatches[a.microbatch].cut.program.calls, _peer(a)
-        way = a.of_kind.carries
+        way = a.traits.carries
         phase = "forward" if way == FORWARD else "backward"
         message = self.outbox.pop((way, a.stage, a.microbatch, peer))
         for value, x in message.items():
@@ -296,7 +296,7 @@ class Worker:
 
     def _receive(self, a: Action) -> None:
         cut, peer = self.microbatches[a.microbatch].cut, _peer(a)
-        way = a.of_kind.carries
+        way = a.traits.carries
         source, posted = self.owners[peer], self.posted[way, a.stage, a.microbatch]
         for value in (
             cut.messages[peer, a.stage]
@@ -335,7 +335,7 @@ def _check_undrawn(states: States) -> None:
 
 def _named(value: Value, calls: Sequence[Any], a: Action) -> str:
     """The name of a message: an output of a unit call, or its gradient."""
-    what = "" if a.of_kind.carries == FORWARD else "gradient of "
+    what = "" if a.traits.carries == FORWARD else "gradient of "
     name = calls[value.call].name
     return f"{what}{name} #{value.call}.{value.leaf}{_NAMED}{a.microbatch}"
 
@@ -370,7 +370,7 @@ class ScheduleRounds:
         observed = any(h.observes for h in worker.frame.handlers)
         alike = len(of) == 1 and not observed
         # Parameters that change are no longer those that the round before has found.
-        alike = alike and not any(a.of_kind.updates for a in self.actions)
+        alike = alike and not any(a.traits.updates for a in self.actions)
         self.stretches = stretches(tuple(self.actions)) if alike else {}
         self.start = self.stop = self.size = self.by = 0  # of the stretch that runs
 
@@ -408,7 +408,7 @@ class ScheduleRounds:
             )
         )
         if noted:
-            self._rename(noted, {a.microbatch for a in ran if a.of_kind.is_forward})
+            self._rename(noted, {a.microbatch for a in ran if a.traits.is_forward})
         return self.actions[here : here + noted * self.size]
 
     def carried(self) -> Carried:

@@ -255,7 +255,7 @@ def _check_schedule(schedule: Schedule) -> None:
             f"{len(owners(schedule))} stages on {len(schedule)} ranks: under an "
             "asynchronous schedule a rank has one stage"
         )
-    counts = [sum(action.of_kind.updates for action in row) for row in schedule]
+    counts = [sum(action.traits.updates for action in row) for row in schedule]
     if len(set(counts)) > 1:
         raise ScheduleError(
             f"the ranks update {counts} times: the state counts updates, so every "

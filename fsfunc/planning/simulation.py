@@ -318,7 +318,7 @@ class _PlanRun(Player):
         transfer = stream.come(party, what, run.clock, length, span)
         run.pending[event.number] = transfer
         if transfer.end is not None:
-            self.happened(transfer, transfer.end)
+            self.record(transfer, transfer.end)
 
     def _group(self, axis: tuple[str, ...], ranks: tuple[int, ...]) -> Stream:
         """The stream of a collective's group: one for the planned ranks in it."""
