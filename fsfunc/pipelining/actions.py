@@ -17,13 +17,21 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Protocol
 
-if TYPE_CHECKING:
-    from fsfunc.pipelining.runtime import Worker
+from fsfunc.comm.groups import RankGroup
 
 # The directions of messages: activations go forward, gradients backward.
 FORWARD, BACKWARD = "F", "B"
+
+
+class ActionWorker(Protocol):
+    """The `runtime.Worker` that runs an action, as far as a kind's ``run`` needs it."""
+
+    @property
+    def rank_group(self) -> RankGroup: ...
+    @property
+    def microbatches(self) -> Sequence[object]: ...
 
 
 @dataclass(frozen=True)
@@ -68,7 +76,7 @@ class ActionKind:
     updates: bool = False
     transfer: str = ""
     carries: str = ""
-    run: Callable[[Worker, Action], None] | None = None
+    run: Callable[[ActionWorker, Action], None] | None = None
 
     @property
     def is_forward(self) -> bool:
