@@ -17,9 +17,10 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
-from fsfunc.comm.groups import RankGroup
+if TYPE_CHECKING:
+    from fsfunc.comm.groups import RankGroup
 
 # The directions of messages: activations go forward, gradients backward.
 FORWARD, BACKWARD = "F", "B"

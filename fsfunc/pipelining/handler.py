@@ -256,7 +256,7 @@ class Pipelining(Interpretation):
             read, batches, self.owners, rank_group, f, depth, with_parts,
             self.pools[here(self.mesh).rank], call.seed,
         )  # fmt: skip
-        observers = [h for h in f.handlers if h.observes and not evaluates]
+        observers: list[Any] = [h for h in f.handlers if h.observes and not evaluates]
         if observers:
             worker.samples = SampleGradients(
                 observers, call, leaves, grad_leaves, worker
@@ -310,7 +310,7 @@ class Pipelining(Interpretation):
         Args:
             number: the call's place among the gradient calls of the step.
         """
-        cut_for = self.cuts.of
+        cut_for = self.cuts.cut_for
         batches = [replace(b, cut=cut_for(b.call, number)) for b in self._cut(call)]
         one_tree = tuple(call.argnums) == (
             0,
@@ -390,7 +390,7 @@ class RecordedPipelining(Noted, Pipelining):
         return (Noted if in_loss else Pipelining).unit(self, run, call)
 
     def owner(self, number: int) -> tuple[Owned, ...]:
-        stage = 0 if self.cut is None else self.cut.producers[number]
+        stage = 0 if self.cut is None else self.cut.stage_of_call[number]
         return (Owned(self.axis, len(self.schedule), self.owners[stage]),)
 
     def _is_within(self, f: Frame) -> bool:
@@ -401,7 +401,7 @@ class RecordedPipelining(Noted, Pipelining):
     ) -> PyTree:
         parts = self._cut(GradientCall(f, (0,), False, args, keywords))
         call = parts[0].call
-        with inside(self._running(self.cuts.of(call), counter=Counter())):
+        with inside(self._running(self.cuts.cut_for(call), counter=Counter())):
             returned_first = f(*call.args, **call.keywords)
         all_returned = self._returned_by_all(returned_first, parts, 0)
         return join_forwards(all_returned, [b.share for b in parts])
@@ -409,7 +409,7 @@ class RecordedPipelining(Noted, Pipelining):
     def _differentiate(self, depth: int, number: int, call: GradientCall) -> Outcome:
         parts = self._cut(self._by_parameters(call))
         first_call = parts[0].call
-        cut = self.cuts.of(first_call, number)
+        cut = self.cuts.cut_for(first_call, number)
         if not cut.stages:
             return differentiate(call)
         with inside(self._running(cut)):
@@ -434,7 +434,7 @@ class RecordedPipelining(Noted, Pipelining):
         return [
             first
             if b.share == parts[0].share
-            else blank(self.cuts.of(b.call, number).program.loss.outputs)
+            else blank(self.cuts.cut_for(b.call, number).program.loss.outputs)
             for b in parts
         ]
 

@@ -224,7 +224,9 @@ def summed_grad(x: Tensor, n: int) -> Tensor | None:
     return x.grad
 
 
-def sum_shared(f: Frame, rank_group: RankGroup, leaves: Leaves, grads: _T) -> _T:
+def sum_shared(
+    f: Frame, rank_group: RankGroup, leaves: Leaves, grads: PyTree
+) -> PyTree:
     """Returns gradients in which leaves that several ranks use are summed over them.
 
     Each rank has the part of a gradient that its own stages make. A leaf that lies on

@@ -290,7 +290,7 @@ class Worker:
     def _sample(self, a: Action) -> AbstractContextManager[None]:
         if self.samples is None:
             return nullcontext()
-        return self.samples.of(a.stage, a.microbatch)
+        return self.samples.observing(a.stage, a.microbatch)
 
     def _cotangents(self, a: Action, forwarded: _Forwarded) -> list[Tensor | None]:
         """Returns the cotangents of the loss, of sent outputs, and of end tokens."""
@@ -347,7 +347,7 @@ class Worker:
         for value in (
             cut.messages[peer, a.stage]
             if direction == FORWARD
-            else cut.returned(a.stage, peer)
+            else cut.gradient_values(a.stage, peer)
         ):
             spec, name = cut.spec(value), _name_message(value, cut.program.calls, a)
             traits = spec.shape, spec.dtype, spec.device
@@ -516,7 +516,7 @@ class ScheduleRounds:
                 m + shift: tree.map(stand_in, x) for m, x in results.items()
             }
         for table in worker.tables:
-            shifted = {
+            shifted: dict[Any, Any] = {
                 (*k[:2], k[2] + total_shift, *k[3:]): x for k, x in table.items()
             }
             table.clear()

@@ -212,7 +212,7 @@ class StageRun(Stage):
 
     def _stand_in(self, k: int) -> PyTree:
         """Returns what call ``k`` of another stage gives: received values, or fakes."""
-        leaves: list[Leaf] = list(self.cut.stand_ins[k])
+        leaves: list[Leaf] = list(self.cut.placeholders[k])
         count_as(NO_MEMORY, (x for x in leaves if isinstance(x, Tensor)))
         for i in range(len(leaves)):
             value = Value(k, i)
@@ -308,6 +308,7 @@ class StageVjp:
         edges, grads = self._used_outputs(cotangents)
         deferred: list[Callable[[], None]] | None = None if give is None else []
         pull_back(edges, grads, self.inputs, self.parameters, self.pool, deferred)
+        # Inputs are leaves of this stage's graph, so the engine put it into ``.grad``.
         input_grads = [x.grad for x in self.inputs]
         for x in self.inputs:
             x.grad = None
