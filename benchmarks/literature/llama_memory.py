@@ -25,7 +25,7 @@ from torch import Tensor
 
 import fsfunc as ff
 from fsfunc.planning.allocation import reserved_bytes
-from fsfunc.planning.events import Took
+from fsfunc.planning.events import Allocated
 from fsfunc.planning.hardware import H100_500W
 from fsfunc.planning.planner import plan
 from fsfunc.planning.plans import Plan, RankPlan
@@ -144,8 +144,8 @@ def planned(size: Llama, ranks: int, compiled: bool) -> Plan:
 def reserved_by_fsdp2(own: RankPlan) -> int:
     """The bytes that torch reserves for a rank's plan, by FSDP2's streams."""
 
-    def stream(took: Took) -> str:
-        packed = own.kinds.get(took.key) == "gradients" and "mm" not in took.op
+    def stream(took: Allocated) -> str:
+        packed = own.kinds.get(took.storage) == "gradients" and "mm" not in took.op
         return "reductions" if packed else ""
 
     return reserved_bytes(own.events, own.kinds, H100_500W.memory, stream)

@@ -1,7 +1,15 @@
-"""Pipeline schedules as data: actions, and their text.
+"""Pipeline schedules as data: what an action is, and how it is written as text.
 
-A schedule is a tuple of actions for each rank. The functions that make schedules write
-compute actions alone; `transfers.with_transfers` adds what travels between ranks.
+A schedule is a tuple of actions for each rank, in the order in which the rank runs
+them. Stage s is a run of consecutive unit calls of the loss, on one rank; microbatch m
+is a part of the batch's rows. With two stages on two ranks and two microbatches::
+
+    rank 0: F0 F1 B0 B1        F0: the forward of microbatch 0, B0: its backward
+    rank 1: F0 B0 F1 B1
+
+The functions in `schedules` write compute actions alone; `transfers.with_transfers`
+adds the sends and receives between ranks. `pipelines` parses what a user gives, and
+`runtime.Worker` runs a rank's row.
 """
 
 from __future__ import annotations
@@ -9,33 +17,49 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from fsfunc.comm.groups import RankGroup
 
 # The directions of messages: activations go forward, gradients backward.
 FORWARD, BACKWARD = "F", "B"
+
+
+class ActionWorker(Protocol):
+    """The `runtime.Worker` that runs an action, as far as a kind's ``run`` needs it."""
+
+    @property
+    def rank_group(self) -> RankGroup: ...
+    @property
+    def microbatches(self) -> Sequence[object]: ...
 
 
 @dataclass(frozen=True)
 class ActionKind:
     """A kind of action: all that schedules, their player, plans and charts ask of it.
 
-    Work on a microbatch in a stage has the parts "F", the forward, "I", the gradient of
-    the inputs, and "W", that of the parameters. Each part is done once, and what others
-    need is named by it.
+    The work on a microbatch in a stage has three parts: "F" is the forward, "I" the
+    gradient of the inputs, "W" the gradient of the parameters. Each part is done once,
+    by one action. Actions that need a part name it by its letter.
 
     Args:
-        letter: of the action's text; ``title``: in words, as legends have it.
-        color: "#rrggbb"; ``reserved``: the nearest of the names that trace viewers have
-            colours for.
-        parts: those that it does, the one whose results others wait for first.
-        costs: the fields of ``timing.Costs`` whose sum it takes.
-        needs: parts of its own microbatch and stage that come before it.
-        takes, gives: the direction of the messages from other stages that it needs, or
-            that it makes for them; "" where it has none.
-        holds: by how many it changes the microbatches whose activations are held.
+        letter: the action's letters in the text of a schedule.
+        title: the kind in words, for legends.
+        color: its color in charts, "#rrggbb".
+        reserved: the nearest color name that trace viewers know.
+        parts: the parts that it does, first the one whose results others wait for.
+        costs: the fields of ``timing.Costs`` whose sum is its duration.
+        needs: parts of the same microbatch and stage that come before it.
+        incoming: the direction of the messages of other stages that it needs, "" for
+            none.
+        outgoing: the direction of the messages that it makes for other stages, "" for
+            none.
+        activation_change: 1 if it saves a microbatch's activations, -1 if it frees
+            them, else 0.
         updates: whether it changes parameters.
-        transfer: ">" of a send, "<" of a receive, "" of what computes; ``carries``: the
-            direction of a transfer's message.
+        transfer: ">" for a send, "<" for a receive, "" for what computes.
+        carries: the direction of a transfer's message.
         run: ``(worker, action) -> None``; None: the method of `runtime.Worker` that has
             its letter.
     """
@@ -47,13 +71,13 @@ class ActionKind:
     parts: tuple[str, ...] = ()
     costs: tuple[str, ...] = ()
     needs: tuple[str, ...] = ()
-    takes: str = ""
-    gives: str = ""
-    holds: int = 0
+    incoming: str = ""
+    outgoing: str = ""
+    activation_change: int = 0
     updates: bool = False
     transfer: str = ""
     carries: str = ""
-    run: Callable[[Any, Action], None] | None = None
+    run: Callable[[ActionWorker, Action], None] | None = None
 
     @property
     def is_forward(self) -> bool:
@@ -61,28 +85,31 @@ class ActionKind:
 
     @property
     def ends_gradients(self) -> bool:
-        """Whether a microbatch's gradients are all there after it."""
+        """Whether a stage's gradients of a microbatch are complete after it."""
         return "W" in self.parts
 
 
-# The one list of kinds: one more is added here alone.
+# Parsing, verification, timing, memory and charts read this table alone, so a kind is
+# added here and nowhere else (`tests/pipelining/test_kinds.py` adds one).
 _ALL = (
     ActionKind(
         "F", "forward", "#4c7cb8", "rail_response",
-        parts=("F",), costs=("f",), takes=FORWARD, gives=FORWARD, holds=1,
+        parts=("F",), costs=("f",), incoming=FORWARD, outgoing=FORWARD,
+        activation_change=1,
     ),
     ActionKind(
         "B", "backward", "#e07b39", "thread_state_iowait",
         parts=("I", "W"), costs=("i", "w"), needs=("F",),
-        takes=BACKWARD, gives=BACKWARD, holds=-1,
+        incoming=BACKWARD, outgoing=BACKWARD, activation_change=-1,
     ),
     ActionKind(
         "I", "input gradient", "#edb83d", "yellow",
-        parts=("I",), costs=("i",), needs=("F",), takes=BACKWARD, gives=BACKWARD,
+        parts=("I",), costs=("i",), needs=("F",), incoming=BACKWARD, outgoing=BACKWARD,
     ),
     ActionKind(
         "W", "weight gradient", "#4fa37b", "thread_state_running",
-        parts=("W",), costs=("w",), needs=("I",), holds=-1,
+        # Products of weights read the saved activations, so only W frees them, not I.
+        parts=("W",), costs=("w",), needs=("I",), activation_change=-1,
     ),
     ActionKind("U", "update", "#8b5fa8", "black", costs=("u",), updates=True),
     ActionKind(
@@ -102,10 +129,11 @@ _ALL = (
         transfer="<", carries=BACKWARD,
     ),
 )  # fmt: skip
-KINDS = {kind.letter: kind for kind in _ALL}
-# The part whose results go in a direction.
-MADE_BY = {FORWARD: "F", BACKWARD: "I"}
+KINDS: dict[str, ActionKind] = {kind.letter: kind for kind in _ALL}
+# The part of a stage's work whose results are sent in a direction.
+PART_SENT: dict[str, str] = {FORWARD: "F", BACKWARD: "I"}
 
+# kind, microbatch, "@" stage, ">" or "<" peer: SF3@5>6
 _TEXT = re.compile(r"([A-Z]+)(\d+)(?:@(\d+))?(?:([<>])(\d+))?")
 
 
@@ -145,8 +173,10 @@ class Action:
                 f"no action has the kind {self.kind!r}: take one of {', '.join(KINDS)}"
             )
         wanted = "no peer" if self.is_compute else "a peer, the stage at the other end"
-        right = self.peer is None if self.is_compute else _counts_from_zero(self.peer)
-        if not right:
+        is_valid = (
+            self.peer is None if self.is_compute else _counts_from_zero(self.peer)
+        )
+        if not is_valid:
             raise ScheduleError(f"{self.kind} has {wanted}; got peer={self.peer!r}")
         if not (_counts_from_zero(self.stage) and _counts_from_zero(self.microbatch)):
             raise ScheduleError(
@@ -159,15 +189,15 @@ class Action:
         return not KINDS[self.kind].transfer
 
     @property
-    def of_kind(self) -> ActionKind:
-        """All that is to be known of its kind."""
+    def traits(self) -> ActionKind:
+        """The row of its kind in the table of kinds."""
         return KINDS[self.kind]
 
     def text(self, *, stage: bool = True) -> str:
-        """Return the action as text, with or without its own stage."""
-        at = f"@{self.stage}" if stage else ""
-        to = "" if self.peer is None else f"{self.of_kind.transfer}{self.peer}"
-        return f"{self.kind}{self.microbatch}{at}{to}"
+        """Returns the action as text, with or without its own stage."""
+        own_stage = f"@{self.stage}" if stage else ""
+        peer = "" if self.peer is None else f"{self.traits.transfer}{self.peer}"
+        return f"{self.kind}{self.microbatch}{own_stage}{peer}"
 
     def __str__(self) -> str:
         return self.text()
@@ -177,12 +207,12 @@ Schedule = tuple[tuple[Action, ...], ...]  # one tuple for each rank
 
 
 def parse(rows: Iterable[str | Iterable[Action | str]]) -> Schedule:
-    """Return the schedule that the rows say, one row for each rank.
+    """Returns the schedule that rows of text or of actions spell, one row for a rank.
 
     A row is a string of actions between blanks, or a sequence of actions and strings.
     `F3@5` is the forward of microbatch 3 in stage 5; `F3` is that of the stage that
     has the rank's own number. `SF3@5>6` sends to stage 6, `RF3@6<5` receives from
-    stage 5. Nothing is checked beyond the text: that is `verify`'s part.
+    stage 5. Only the text is checked here; `verify` proves that a schedule runs.
 
     Raises:
         ScheduleError: an entry that is no action; names rank and place. No rows.
@@ -202,13 +232,15 @@ def parse(rows: Iterable[str | Iterable[Action | str]]) -> Schedule:
     for rank, row in enumerate(rows):
         entries = row.split() if isinstance(row, str) else row
         schedule.append(
-            tuple(_action(entry, rank, at) for at, entry in enumerate(entries))
+            tuple(
+                _parse_action(entry, rank, index) for index, entry in enumerate(entries)
+            )
         )
     return tuple(schedule)
 
 
 def owners(schedule: Schedule) -> tuple[int, ...]:
-    """Return the rank of each stage.
+    """Returns the rank of each stage.
 
     Raises:
         ScheduleError: no stage at all, a stage on two ranks, or a gap in the numbers.
@@ -234,31 +266,31 @@ def owners(schedule: Schedule) -> tuple[int, ...]:
 
 
 def stages_of(row: Iterable[Action]) -> tuple[int, ...]:
-    """Return the stages of a rank, in ascending order."""
+    """Returns the stages of a rank, in ascending order."""
     return tuple(sorted({action.stage for action in row}))
 
 
 def forward_only(schedule: Schedule) -> Schedule:
-    """Return the forward actions alone, in the same places and order.
+    """Returns the schedule without all but its forward actions, in the same order.
 
     >>> print(listing(forward_only(parse(["F0 F1 B0 B1", "F0 B0 F1 B1"]))))
     0: F0 F1
     1: F0 F1
     """
-    return tuple(tuple(a for a in row if a.of_kind.is_forward) for row in schedule)
+    return tuple(tuple(a for a in row if a.traits.is_forward) for row in schedule)
 
 
 def is_asynchronous(schedule: Schedule) -> bool:
-    """Return whether stages update in between: whether there is an action U.
+    """Returns whether stages update in between: whether there is an action U.
 
     >>> is_asynchronous(parse(["F0 B0 U0"])), is_asynchronous(parse(["F0 B0"]))
     (True, False)
     """
-    return any(action.of_kind.updates for row in schedule for action in row)
+    return any(action.traits.updates for row in schedule for action in row)
 
 
 def texts(schedule: Schedule) -> tuple[tuple[str, ...], ...]:
-    """Return the text of every action: `F3` where a rank has just its own stage.
+    """Returns the text of every action: `F3` where a rank has just its own stage.
 
     >>> texts(parse(["F0@0", "F0@1 F0@2"]))
     (('F0',), ('F0@1', 'F0@2'))
@@ -270,7 +302,7 @@ def texts(schedule: Schedule) -> tuple[tuple[str, ...], ...]:
 
 
 def listing(schedule: Schedule) -> str:
-    """Return the schedule for reading: one line for each rank.
+    """Returns the schedule for reading: one line for each rank.
 
     >>> print(listing(parse(["F0 SF0>1 RB0<1 B0", "RF0<0 F0 B0 SB0>0"])))
     0: F0 SF0>1 RB0<1 B0
@@ -281,14 +313,14 @@ def listing(schedule: Schedule) -> str:
     return "\n".join(line.rstrip() for line in lines)
 
 
-def _action(entry: Action | str, rank: int, at: int) -> Action:
+def _parse_action(entry: Action | str, rank: int, index: int) -> Action:
     if isinstance(entry, Action):
         return entry
     match = _TEXT.fullmatch(entry) if isinstance(entry, str) else None
     known = None if match is None else KINDS.get(match[1])
     if match is None or known is None or (match[4] or "") != known.transfer:
         raise ScheduleError(
-            f"rank {rank}, entry {at}: {entry!r} is no action; write F3, B3, I3, W3 "
+            f"rank {rank}, entry {index}: {entry!r} is no action; write F3, B3, I3, W3 "
             "or U3 for microbatch 3, F3@5 for that of stage 5, SF3>6 to send to stage "
             "6, RF3<4 to receive from stage 4 (SB, RB for gradients)"
         )
@@ -302,20 +334,20 @@ def _action(entry: Action | str, rank: int, at: int) -> Action:
 
 
 def _counts_from_zero(value: object) -> bool:
-    return type(value) is int and value >= 0  # not bool
+    return type(value) is int and value >= 0  # isinstance would take a bool
 
 
-def ranks_for(n_stages: int, n_microbatches: int, chunks: int = 1) -> int:
-    """Return the number of ranks that hold `n_stages` stages, `chunks` on each.
+def count_ranks(n_stages: int, n_microbatches: int, chunks: int = 1) -> int:
+    """Returns the number of ranks that `n_stages` stages are on, `chunks` on each.
 
     Raises:
         ScheduleError: a count below 1, or stages that the chunks do not divide.
 
-    >>> ranks_for(8, 4, chunks=2)
+    >>> count_ranks(8, 4, chunks=2)
     4
     """
-    given = {"n_stages": n_stages, "n_microbatches": n_microbatches, "chunks": chunks}
-    for name, value in given.items():
+    counts = {"n_stages": n_stages, "n_microbatches": n_microbatches, "chunks": chunks}
+    for name, value in counts.items():
         if not _counts_from_zero(value) or value < 1:
             raise ScheduleError(f"{name} must be an integer from 1 on, got {value!r}")
     if n_stages % chunks:
@@ -326,10 +358,11 @@ def ranks_for(n_stages: int, n_microbatches: int, chunks: int = 1) -> int:
     return n_stages // chunks
 
 
-def rounds_of(n_microbatches: int, ranks: int) -> list[range]:
-    """Return the microbatches in rounds of P each, or of more where P divides them not.
+def split_into_rounds(n_microbatches: int, ranks: int) -> list[range]:
+    """Returns the microbatches in rounds of P each, of more if P does not divide M.
 
-    >>> rounds_of(3, 4), rounds_of(8, 4), rounds_of(11, 4)
+    >>> split = split_into_rounds
+    >>> split(3, 4), split(8, 4), split(11, 4)
     ([range(0, 3)], [range(0, 4), range(4, 8)], [range(0, 6), range(6, 11)])
     """
     count = max(1, n_microbatches // ranks)
@@ -338,17 +371,19 @@ def rounds_of(n_microbatches: int, ranks: int) -> list[range]:
     return [range(a, b) for a, b in zip(starts, starts[1:], strict=False)]
 
 
-def numbered(pattern: Sequence[tuple[str, int]], n_microbatches: int) -> tuple:
-    """Return the actions of a pattern of (kind, stage).
+def number_microbatches(
+    pattern: Sequence[tuple[str, int]], n_microbatches: int
+) -> tuple[Action, ...]:
+    """Returns the actions of a row that is given as pairs (kind, stage).
 
     The n-th time that a pair appears it is microbatch n; what would be past the last
     microbatch is left out.
     """
-    seen: dict[tuple[str, int], int] = {}
+    next_microbatch: dict[tuple[str, int], int] = {}
     row = []
     for kind, stage in pattern:
-        microbatch = seen.setdefault((kind, stage), 0)
-        seen[kind, stage] += 1
+        microbatch = next_microbatch.setdefault((kind, stage), 0)
+        next_microbatch[kind, stage] += 1
         if microbatch < n_microbatches:
             row.append(Action(kind, stage, microbatch))
     return tuple(row)

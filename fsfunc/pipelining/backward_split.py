@@ -1,11 +1,19 @@
 """The backward of a graph in two halves: input gradients, and then weight gradients.
 
-A node is *inner* if it leads to an input. An edge from an inner node to one that is
-not, but leads to a parameter, is a *frontier* edge. Nodes beyond the frontier need no
-input, so all of them can wait. And of an inner node whose weight gradient is a product
-of its own, such as ``addmm``, that product can wait too: such nodes are *deferred*,
-and the edges that wait with them are *late*. All other frontier edges are *early*:
-their cotangents are computed with the input gradients, by the same kernels.
+``StageVjp.input_gradient`` and ``weight_gradient``, the actions I and W of a schedule,
+are the two halves of one `SplitBackward`. For ``h = addmm(b, x, w); y = tanh(h)``::
+
+    y ── tanh ── addmm ──────── x      inner nodes: tanh, addmm
+                   ├── view ─── w      frontier edges: addmm-view, addmm-b
+                   └─────────── b
+
+A node is *inner* if it leads to an input. An edge from an inner node to one that is not
+inner, but leads to a parameter, is a *frontier* edge. Nodes beyond the frontier give
+weight gradients alone, so all of them can wait for the second half. An inner node such
+as ``addmm`` computes its weight gradient by a product of its own, which can wait too:
+such nodes are *deferred*, and run twice, each time for one of their products. Their
+frontier edges are *late*. All other frontier edges are *early*: the same kernels give
+their cotangents and the input gradients, in the first half.
 
 The autograd engine runs every node on a path to one that it has to reach. So an edge
 can be late only if its node has one user: a weight used twice in a row is early.
@@ -17,57 +25,64 @@ from collections import defaultdict, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 from fsfunc import _torch
 from fsfunc._torch import products
 from fsfunc._torch.versions import FUNCTIONS_ARE_OWNED
-from fsfunc.pipelining.fused_gradients import addition, pull_back
+from fsfunc.pipelining.fused_gradients import find_addition, pull_back
 from fsfunc.runtime.memory import BufferPool
 
-Edge = tuple[Any, int]  # a node, and which of its outputs
+Edge = tuple[Node, int]  # a node, and which of its outputs
+Cotangents = Sequence[Tensor | None]  # of a node's outputs
 
 
 @dataclass(eq=False)
 class WeightGroup:
-    """Nodes beyond the frontier that share something, with their parameters.
-
-    They run at once. Where one frontier node leads to another the group is ``crossed``:
-    to find what comes to the lower one is to run the upper one, so all of it is early.
+    """Connected nodes beyond the frontier, with their parameters: run in one backward.
 
     Args:
-        nodes: all of them; ``leaves``: those that are parameters.
-        users: deferred nodes that late edges come from.
-        found: what has arrived: edges into the group, each with what keeps its node
-            alive, and cotangents.
-        number: the highest in autograd's own order; 0 where there are leaves alone.
+        nodes: all of them.
+        leaves: the nodes that are parameters.
+        pending_users: deferred nodes that have late edges into the group.
+        arrived: edges into the group, each with the cotangent that came through it.
+        crossed: whether one frontier node of the group leads to another. To compute the
+            cotangent of the lower one is to run the upper one, so the whole group is
+            early: its leaves' gradients are computed with the input gradients.
+        sequence_number: the highest of its nodes in autograd's own order; 0 if there
+            are leaves alone.
     """
 
-    nodes: list[Any] = field(default_factory=list)
-    leaves: list[Any] = field(default_factory=list)
-    users: set[Any] = field(default_factory=set)
-    found: list[tuple[GradientEdge, Any]] = field(default_factory=list)
+    nodes: list[Node] = field(default_factory=list)
+    leaves: list[Node] = field(default_factory=list)
+    pending_users: set[Node] = field(default_factory=set)
+    arrived: list[tuple[GradientEdge, Tensor]] = field(default_factory=list)
     crossed: bool = False
-    number: int = 0
+    sequence_number: int = 0
 
 
 class SplitBackward:
-    """A graph whose backward comes in halves, each of them once.
+    """A graph whose backward comes in two halves, each of them once.
 
     Args:
-        roots: where cotangents come in.
-        inputs: leaves whose gradients are returned, first.
+        roots: the edges at which cotangents enter.
+        inputs: leaves whose gradients the first half returns.
         parameters: leaves to whose ``.grad`` the second half adds.
-        pool: memory for these.
+        pool: memory for the parameters' gradients.
 
-    ``inner`` are the nodes that lead to an input, ``early`` the edges to find along
-    with the input gradients, ``late`` those that wait, by deferred node; ``group_of``
-    is the group of each node beyond the frontier, and ``groups`` has them in backward
-    order.
+    Attributes:
+        input_edges: the inputs' nodes, as edges.
+        parameter_of: by leaf node, the parameter.
+        inner: the nodes that lead to an input.
+        early: the frontier edges whose cotangents the first half computes.
+        late: by deferred node, its frontier edges, which wait.
+        deferred_grads: by deferred node, the cotangents that reached it in the first
+            half, in backward order.
+        group_of: the group of each node beyond the frontier.
+        groups: all groups, in backward order.
     """
 
     def __init__(
@@ -78,75 +93,88 @@ class SplitBackward:
         pool: BufferPool,
     ):
         self.roots, self.pool = list(roots), pool
-        self.wanted = [get_gradient_edge(x) for x in inputs]
-        self.names = {get_gradient_edge(x).node: x for x in parameters}
-        self.kept: dict[Any, Any] = {}  # by deferred node, in backward order
-        self.inner: set[Any] = set()
+        self.input_edges = [get_gradient_edge(x) for x in inputs]
+        self.parameter_of = {get_gradient_edge(x).node: x for x in parameters}
+        self.deferred_grads: dict[Node, Cotangents] = {}
+        self.inner: set[Node] = set()
         self.early: list[GradientEdge] = []
-        self.late: dict[Any, list[Edge]] = {}
-        whole = WeightGroup(leaves=list(self.names))
-        self.group_of: dict[Any, WeightGroup] = {edge.node: whole for edge in roots}
-        self.groups = [whole]
-        if self.wanted:  # else nothing is waited for
-            self._part()
+        self.late: dict[Node, list[Edge]] = {}
+        # Without inputs (the first stage) no rank waits for the first half: all of the
+        # graph is one group for the second.
+        one_group = WeightGroup(leaves=list(self.parameter_of))
+        self.group_of: dict[Node, WeightGroup] = {
+            edge.node: one_group for edge in roots
+        }
+        self.groups = [one_group]
+        if self.input_edges:
+            self._classify()
 
-    def _part(self) -> None:
-        inner: set[Any] = {edge.node for edge in self.wanted}
-        leaves = set(self.names)
-        below, owning = _below((e.node for e in self.roots), inner | leaves), {*leaves}
-        for node, edges in below.items():
-            nexts = [c for c, _ in edges]
-            if not inner.isdisjoint(nexts):
+    def _classify(self) -> None:
+        """Finds the inner nodes, the groups beyond the frontier, and early edges."""
+        inner: set[Node] = {edge.node for edge in self.input_edges}
+        leaves = set(self.parameter_of)
+        edges_of = _below((e.node for e in self.roots), inner | leaves)
+        to_parameter = {*leaves}
+        for node, edges in edges_of.items():
+            children = [child for child, _ in edges]
+            if not inner.isdisjoint(children):
                 inner.add(node)
-            if not owning.isdisjoint(nexts):
-                owning.add(node)
-        group_of = _grouped(below, owning - inner, leaves)
-        users = _users(below, inner, group_of)
-        owners = {} if FUNCTIONS_ARE_OWNED else _owners(below, self.roots)
+            if not to_parameter.isdisjoint(children):
+                to_parameter.add(node)
+        group_of = _group_nodes(edges_of, to_parameter - inner, leaves)
+        users = _users(edges_of, inner, group_of)
+        owners = {} if FUNCTIONS_ARE_OWNED else _owners(edges_of, self.roots)
         groups = list(dict.fromkeys(group_of.values()))
         early: list[GradientEdge] = []
-        late: dict[Any, list[Edge]] = defaultdict(list)
-        for c, by_user in users.items():
-            user, group = next(iter(by_user)), group_of[c]
+        late: dict[Node, list[Edge]] = defaultdict(list)
+        for child, by_user in users.items():
+            user, group = next(iter(by_user)), group_of[child]
             if group.crossed:
                 continue
             if len(by_user) == 1 and products.has_two_products(user):
                 late[user] += dict.fromkeys(by_user[user])
-                group.users.add(user)
+                group.pending_users.add(user)
             else:
-                into = dict.fromkeys(e for edges in by_user.values() for e in edges)
-                early += [GradientEdge(*edge, owners.get(c)) for edge in into]
+                unique = dict.fromkeys(e for edges in by_user.values() for e in edges)
+                early += [GradientEdge(*edge, owners.get(child)) for edge in unique]
         for group in groups:
             if group.crossed:
                 early += [GradientEdge(leaf, 0) for leaf in group.leaves]
-        groups.sort(key=lambda g: g.number, reverse=True)
+        # As one backward would run them: gradients are freed and made in its order.
+        groups.sort(key=lambda g: g.sequence_number, reverse=True)
         self.inner, self.early, self.late = inner, early, dict(late)
         self.group_of, self.groups = group_of, groups
 
-    def input_gradient(self, grads: Sequence[Tensor]) -> list[Tensor | None]:
-        """The inputs' gradients, None where there is none."""
-        roots, count = [], len(self.wanted)
-        for edge, g in zip(self.roots, grads, strict=True):
+    def input_gradient(self, cotangents: Sequence[Tensor]) -> list[Tensor | None]:
+        """Returns the inputs' gradients, None where there is none."""
+        roots, n_inputs = [], len(self.input_edges)
+        for edge, g in zip(self.roots, cotangents, strict=True):
             group = self.group_of.get(edge.node)
             if edge.node in self.inner or (group is not None and group.crossed):
                 roots.append((edge, g))
             elif group is not None:
                 self._arrive(edge, g)
-        found: Sequence[Tensor | None] = [None] * count
+        gradients: Sequence[Tensor | None] = [None] * n_inputs
         if roots:
-            found = self._run_inner(roots)
-        self.roots, self.wanted, self.inner, self.early = [], [], set(), []
-        return list(found[:count])
+            gradients = self._run_inner(roots)
+        # They would keep nodes alive that the second half does not need.
+        self.roots, self.input_edges, self.inner, self.early = [], [], set(), []
+        return list(gradients[:n_inputs])
 
     def _run_inner(
         self, roots: Sequence[tuple[GradientEdge, Tensor]]
     ) -> Sequence[Tensor | None]:
-        """The gradients of inputs, and then of early edges, which take them."""
-        hooks = [n.register_prehook(partial(self._keep, n)) for n in self.late]
+        """Returns the gradients of inputs and of early edges, and groups the latter."""
+        # A deferred node runs in the first half, for its input gradient alone. The
+        # prehook sees its cotangent, from which the second half runs it again; for that
+        # the graph has to stay.
+        hooks = [
+            n.register_prehook(partial(self._save_cotangents, n)) for n in self.late
+        ]
         try:
-            found = torch.autograd.grad(
+            gradients = torch.autograd.grad(
                 [edge for edge, _ in roots],
-                [*self.wanted, *self.early],
+                [*self.input_edges, *self.early],
                 [g for _, g in roots],
                 retain_graph=bool(hooks),
                 allow_unused=True,
@@ -154,148 +182,180 @@ class SplitBackward:
         finally:
             for hook in hooks:
                 hook.remove()
-        for edge, g in zip(self.early, found[len(self.wanted) :], strict=True):
+        for edge, g in zip(self.early, gradients[len(self.input_edges) :], strict=True):
             self._arrive(edge, g)
-        return found
+        return gradients
 
     def _arrive(self, edge: GradientEdge, g: Tensor | None) -> None:
-        """Takes what crosses an edge of the frontier."""
+        """Saves the cotangent that came through a frontier edge, for its group."""
         if g is not None:
-            self.group_of[edge.node].found.append((edge, g))
+            self.group_of[edge.node].arrived.append((edge, g))
 
-    def _keep(self, node: Any, grads: Sequence[Tensor | None]) -> None:
-        self.kept[node] = grads
+    def _save_cotangents(self, node: Node, grads: Cotangents) -> None:
+        self.deferred_grads[node] = grads
 
     def weight_gradient(self) -> None:
         """Runs the deferred nodes, and each group once its cotangents are there."""
         groups = deque(self.groups)
+        # A deferred node to which no cotangent came will bring nothing.
         for group in groups:
-            group.users &= self.kept.keys()
-        while groups or self.kept:
-            while groups and not groups[0].users:
+            group.pending_users &= self.deferred_grads.keys()
+        while groups or self.deferred_grads:
+            while groups and not groups[0].pending_users:
                 self._finish(groups.popleft())
-            if self.kept:
-                node = next(iter(self.kept))
-                self._run_deferred(node, self.kept.pop(node))
+            if self.deferred_grads:
+                node = next(iter(self.deferred_grads))
+                self._run_deferred(node, self.deferred_grads.pop(node))
 
-    def _run_deferred(self, node: Any, kept: Any) -> None:
+    def _run_deferred(self, node: Node, cotangents: Cotangents) -> None:
+        """Runs a deferred node's weight product, and what waits for it alone."""
         edges = self.late.pop(node, [])
         groups = list(dict.fromkeys(self.group_of[c] for c, _ in edges))
-        pairs = [(k, g) for k, g in enumerate(kept) if g is not None]
-        roots = [GradientEdge(node, k) for k, _ in pairs]
-        grads = [g for _, g in pairs]
-        if all(g.users == {node} and not g.found for g in groups):
-            left = self._added(node, kept, edges, groups)
-            inputs = [self.names[leaf] for g in left for leaf in g.leaves]
+        index_grads = [(k, g) for k, g in enumerate(cotangents) if g is not None]
+        roots = [GradientEdge(node, k) for k, _ in index_grads]
+        grads = [g for _, g in index_grads]
+        # If nothing else comes to these groups, one backward takes the node and them.
+        # Else the cotangents of its late edges wait for those of other users.
+        if all(g.pending_users == {node} and not g.arrived for g in groups):
+            other_groups = self._add_in_place(node, cotangents, edges, groups)
+            inputs = [
+                self.parameter_of[leaf] for g in other_groups for leaf in g.leaves
+            ]
             if roots and inputs:
                 torch.autograd.backward(roots, grads, inputs=inputs)
         else:
             targets = [GradientEdge(*edge, _owner(edge[0], node)) for edge in edges]
-            found = torch.autograd.grad(roots, targets, grads, allow_unused=True)
-            for edge, g in zip(targets, found, strict=True):
+            arriving = torch.autograd.grad(roots, targets, grads, allow_unused=True)
+            for edge, g in zip(targets, arriving, strict=True):
                 self._arrive(edge, g)
         for group in groups:
-            group.users.discard(node)
+            group.pending_users.discard(node)
 
-    def _added(
-        self, node: Any, grads: Any, edges: list[Any], groups: list[WeightGroup]
+    def _add_in_place(
+        self,
+        node: Node,
+        grads: Cotangents,
+        edges: list[Edge],
+        groups: list[WeightGroup],
     ) -> list[WeightGroup]:
-        """Adds the product of a weight in place; returns the groups that are left."""
-        add = addition(node, self.pool)
-        if add is None or add.edge not in edges:
+        """Adds a weight's product in place, if it may; returns the other groups."""
+        addition = find_addition(node, self.pool)
+        if addition is None or addition.edge not in edges:
             return groups
-        group = self.group_of[add.edge[0]]
-        into = [edge for edge in edges if self.group_of[edge[0]] is group]
-        if into != [add.edge] or len(group.leaves) != 1:
+        group = self.group_of[addition.edge[0]]
+        group_edges = [edge for edge in edges if self.group_of[edge[0]] is group]
+        if group_edges != [addition.edge] or len(group.leaves) != 1:
             return groups
-        add(grads)
+        addition(grads)
         return [g for g in groups if g is not group]
 
     def _finish(self, group: WeightGroup) -> None:
-        found, group.found = group.found, []
-        if found:
-            roots = [edge for edge, _ in found]
-            leaves = [self.names[leaf] for leaf in group.leaves]
-            pull_back(roots, [g for _, g in found], [], leaves, self.pool)
+        """Runs a group's backward from all that arrived."""
+        arrived, group.arrived = group.arrived, []
+        if arrived:
+            roots = [edge for edge, _ in arrived]
+            leaves = [self.parameter_of[leaf] for leaf in group.leaves]
+            pull_back(roots, [g for _, g in arrived], [], leaves, self.pool)
 
 
-def _below(roots: Iterable[Any], ends: set[Any]) -> dict[Any, list[Edge]]:
-    """The edges of what roots lead to, down to ``ends``; of users after the used."""
-    edges: dict[Any, list[Edge]] = {node: [] for node in ends}
-    found: dict[Any, list[Edge]] = {}
-    stack = list(roots)
+def _below(roots: Iterable[Node], ends: set[Node]) -> dict[Node, list[Edge]]:
+    """Returns the edges of each node below the roots, down to ``ends``.
+
+    In topological order: a node comes after all that it leads to.
+    """
+    edges: dict[Node, list[Edge]] = {node: [] for node in ends}
+    edges_of: dict[Node, list[Edge]] = {}
+    stack = list(roots)  # depth first, without recursion: graphs are deep
     while stack:
         node = stack[-1]
         if node not in edges:
-            edges[node] = [e for e in node.next_functions if e[0] is not None]
-            stack += [c for c, _ in edges[node] if c not in found]
+            edges[node] = [e for e in node.next_functions if e[0] is not None]  # type: ignore
+            stack += [child for child, _ in edges[node] if child not in edges_of]
         else:
-            found.setdefault(stack.pop(), edges[node])
-    return found
+            edges_of.setdefault(stack.pop(), edges[node])
+    return edges_of
 
 
 def _users(
-    below: dict[Any, list[Edge]], inner: set[Any], group_of: dict[Any, WeightGroup]
-) -> dict[Any, dict[Any, list[Edge]]]:
-    """By frontier node: its users, and the edges from each; says who is ``crossed``."""
-    users: dict[Any, dict[Any, list[Edge]]] = defaultdict(lambda: defaultdict(list))
-    under = set()  # what frontier nodes lead to
-    for node in reversed(below):
-        for edge in below[node]:
+    edges_of: dict[Node, list[Edge]],
+    inner: set[Node],
+    group_of: dict[Node, WeightGroup],
+) -> dict[Node, dict[Node, list[Edge]]]:
+    """Returns, by frontier node, its inner users and the edges from each.
+
+    It also marks the groups that are ``crossed``.
+    """
+    users: dict[Node, dict[Node, list[Edge]]] = defaultdict(lambda: defaultdict(list))
+    below_frontier = set()  # what frontier nodes lead to
+    for node in reversed(edges_of):
+        for edge in edges_of[node]:
             if edge[0] not in group_of:
                 continue
             if node in inner:
                 users[edge[0]][node].append(edge)
-            elif node in users or node in under:
-                under.add(edge[0])
-    for c in under & users.keys():
+            elif node in users or node in below_frontier:
+                below_frontier.add(edge[0])
+    for c in below_frontier & users.keys():
         group_of[c].crossed = True
     return users
 
 
 def _owners(
-    below: dict[Any, list[Edge]], roots: Iterable[GradientEdge]
-) -> dict[Any, Any]:
-    """By node of an autograd.Function: the lowest thing that keeps it alive.
+    edges_of: dict[Node, list[Edge]], roots: Iterable[GradientEdge]
+) -> dict[Node, Node]:
+    """Returns, by node of an autograd.Function, the lowest thing that keeps it alive.
 
-    For torch's versions that do not count who holds such a node in Python: it goes with
-    its last user there, which is freed before the node's turn comes.
+    Torch 2.11 and 2.12 do not count Python's references to such a node: it is freed
+    with its last user in the graph, before the second half comes to it. A
+    `GradientEdge` keeps a third value alive, its ``ownership_token``: this one.
     """
     tokens = {e.node: e.ownership_token for e in roots if e.ownership_token is not None}
     owners = dict(tokens)
-    for node in reversed(below):  # users before the used
+    for node in reversed(edges_of):  # users before the used
         owner = owners[node] if _torch.is_function_node(node) else node
-        for used, _ in below[node]:
+        for used, _ in edges_of[node]:
             if used not in tokens and _torch.is_function_node(used):
                 owners[used] = owner
     return owners
 
 
-def _owner(node: Any, user: Any) -> Any:
-    """``user``, itself no Function's, if ``node`` lives by it alone, else None."""
-    owned = not _torch.is_function_node(node) or FUNCTIONS_ARE_OWNED
-    return None if owned else user
+def _owner(node: Node, user: Node) -> Node | None:
+    """Returns ``user`` if it alone keeps ``node`` alive (see `_owners`), else None.
+
+    A deferred user is a product's node, and no Function's, so it lives by itself.
+    """
+    lives_by_itself = not _torch.is_function_node(node) or FUNCTIONS_ARE_OWNED
+    return None if lives_by_itself else user
 
 
-def _grouped(
-    below: dict[Any, list[Edge]], nodes: set[Any], leaves: set[Any]
-) -> dict[Any, WeightGroup]:
-    """The group of each of these nodes, which are beyond the frontier."""
-    found: dict[Any, WeightGroup] = {}
-    for node in below:
+def _group_nodes(
+    edges_of: dict[Node, list[Edge]], nodes: set[Node], leaves: set[Node]
+) -> dict[Node, WeightGroup]:
+    """Returns the group of each of these nodes: what is connected is one group."""
+    group_of: dict[Node, WeightGroup] = {}
+    for node in edges_of:
         if node not in nodes:
             continue
         if node in leaves:
-            found[node] = WeightGroup([node], [node])
+            group_of[node] = WeightGroup([node], [node])
             continue
-        groups = {id(found[c]): found[c] for c, _ in below[node] if c in found}
-        whole, *others = sorted(groups.values(), key=lambda g: -len(g.nodes))
+        groups = {
+            id(group_of[child]): group_of[child]
+            for child, _ in edges_of[node]
+            if child in group_of
+        }
+        # The smaller groups are merged into the largest: few nodes change theirs.
+        largest, *others = sorted(groups.values(), key=lambda g: -len(g.nodes))
         for other in others:
-            found |= dict.fromkeys(other.nodes, whole)
-            whole.nodes += other.nodes
-            whole.leaves += other.leaves
-            whole.number = max(whole.number, other.number)
-        whole.number = max(whole.number, _torch.sequence_number(node))
-        whole.nodes.append(node)
-        found[node] = whole
-    return found
+            group_of |= dict.fromkeys(other.nodes, largest)
+            largest.nodes += other.nodes
+            largest.leaves += other.leaves
+            largest.sequence_number = max(
+                largest.sequence_number, other.sequence_number
+            )
+        largest.sequence_number = max(
+            largest.sequence_number, _torch.sequence_number(node)
+        )
+        largest.nodes.append(node)
+        group_of[node] = largest
+    return group_of

@@ -1,4 +1,10 @@
-"""``pipeline``: a loss in stages, its microbatches run by a schedule that is data."""
+"""``pipeline``: a loss in stages, its microbatches run by a schedule that is data.
+
+The public entry of this folder. It checks its arguments, makes and proves the schedule,
+and puts an interpretation around the user's step: `handler.Pipelining`, or for
+schedules with updates `stage_updates.Updating`. Nothing of the loss is known before its
+first call.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +37,7 @@ _Trained = TypeVar("_Trained", bound=Trainable)
 
 MakeSchedule: TypeAlias = Callable[..., Schedule]
 Rows: TypeAlias = Sequence[Iterable[Action | str] | str]
-_MOST = 10_000  # half a second to make and prove
+_MOST_MICROBATCHES = 10_000  # half a second to make and prove
 
 
 @overload
@@ -73,14 +79,14 @@ def pipeline(
     update: Optimizer | None = None,
     predict: Predict | None = None,
 ) -> Callable[..., Any]:
-    """``f`` with the unit calls of its loss in stages, one or several on each rank.
+    """Runs the unit calls of ``f``'s loss in stages, one or several on each rank.
 
     The batch of a gradient call is cut into microbatches along dim 0, which go through
     the stages in the order of the schedule. In ``f(params, batch)`` the tensors of the
     second argument are the batch; with more arguments ``batch_argnums`` names it. Each
     rank calls the loss function, in which only the unit calls of its own stages compute
-    anything; outputs of units are all that is sent. Value and metrics are returned on
-    every rank of the axis. A rank holds the parameters of its own stages.
+    anything; only outputs of units are sent. Value and metrics are returned on every
+    rank of the axis. A rank has the parameters of its own stages alone.
 
     A loss has to be a mean over rows: its value, metrics and gradients are the means of
     the microbatches', weighted by their rows. A loss with weights of its own returns
@@ -117,7 +123,7 @@ def pipeline(
     the parameters that it was computed with. Nothing is in flight between two calls.
 
     Raises:
-        ScheduleError: a schedule that cannot run, with the reason, before any message.
+        ScheduleError: a schedule that cannot run, and why, before any message.
             With updates: no ``update``, or several stages on a rank.
         ValueError: more stages than unit calls, a cut that names no unit, fewer rows
             than microbatches, random numbers drawn outside units for two stages, a
@@ -153,46 +159,50 @@ def pipeline(
     >>> ff.spmd(main, mesh)()
     [(9.0, [4.5, 3.0]), (9.0, [4.5, 3.0])]
     """
-    names = check_mesh(mesh, "pipeline").check(axis)
-    if len(names) != 1:
-        raise ValueError(f"a pipeline is over one axis, got {names}")
+    axes = check_mesh(mesh, "pipeline").check(axis)
+    if len(axes) != 1:
+        raise ValueError(f"a pipeline is over one axis, got {axes}")
     _check_numbers(n_microbatches, stages)
-    size = mesh.axes[names[0]]
+    size = mesh.axes[axes[0]]
     if callable(schedule):
-        made = _made(schedule, stages, n_microbatches, size)
+        rows = _make_schedule(schedule, stages, n_microbatches, size)
     else:
-        made = parse(schedule)
-    if len(made) != size:
+        rows = parse(schedule)
+    if len(rows) != size:
         raise ScheduleError(
-            f"the schedule is for {len(made)} ranks, but axis {names[0]!r} has {size}"
+            f"the schedule is for {len(rows)} ranks, but axis {axes[0]!r} has {size}"
         )
-    if all(action.is_compute for row in made for action in row):
-        verify(made, n_microbatches=n_microbatches)
+    # One with transfers names its edges, which are known when the loss is traced: then
+    # it is proven (`handler._explicit`).
+    if all(action.is_compute for row in rows for action in row):
+        verify(rows, n_microbatches=n_microbatches)
     if stages is not None:
         stages = list(stages)  # type: ignore[assignment]
     batch = batch_arguments(batch_argnums)
     if update is None:
-        _check_synchronous(made, predict)
-        handler = Pipelining(mesh, names[0], n_microbatches, made, stages, batch)
+        _check_synchronous(rows, predict)
+        handler = Pipelining(mesh, axes[0], n_microbatches, rows, stages, batch)
         return transformed(f, handler)
-    if not is_asynchronous(made):
+    if not is_asynchronous(rows):
         raise ScheduleError(
             "update= is for a schedule with updates (U3), such as "
             "ff.schedules.asynchronous: with another one apply the optimizer to what "
             "the gradient call returns, as update(ff.value_and_grad(loss)) does"
         )
-    own = Updating(mesh, names[0], n_microbatches, made, stages, batch, update, predict)
-    return transformed(own.step(f), own)
+    updating = Updating(
+        mesh, axes[0], n_microbatches, rows, stages, batch, update, predict
+    )
+    return transformed(updating.step(f), updating)
 
 
-def _check_numbers(n_microbatches: Any, stages: Any) -> None:
+def _check_numbers(n_microbatches: int, stages: Stages) -> None:
     if not isinstance(n_microbatches, int) or n_microbatches < 1:
         raise ValueError(f"n_microbatches={n_microbatches!r}: there is at least one")
-    if n_microbatches > _MOST:
+    if n_microbatches > _MOST_MICROBATCHES:
         raise ValueError(
             f"n_microbatches={n_microbatches}: a schedule is made and proved action by "
-            f"action, for {_MOST} microbatches at most; accumulate around the pipeline "
-            "for more"
+            f"action, for {_MOST_MICROBATCHES} microbatches at most; accumulate around "
+            "the pipeline for more"
         )
     if isinstance(stages, str) or not isinstance(stages, Sequence | None):
         raise ValueError(
@@ -213,13 +223,23 @@ def _check_synchronous(schedule: Schedule, predict: Predict | None) -> None:
         raise ScheduleError("predict= goes with update= and a schedule with updates")
 
 
-def _made(schedule: MakeSchedule, stages: Stages, m: int, ranks: int) -> Schedule:
-    """The schedule of these stages, or by default of as many as it gives each rank."""
-    known = inspect.signature(schedule).parameters.get("chunks")
-    chunks = known.default if known and isinstance(known.default, int) else 1
-    count = ranks * chunks if stages is None else len(stages)
-    if known is None:
-        return parse(schedule(count, m))
-    if count % ranks:
-        raise ScheduleError(f"{count} stages do not part evenly over {ranks} ranks")
-    return parse(schedule(count, m, chunks=count // ranks))
+def _make_schedule(
+    schedule: MakeSchedule, stages: Stages, n_microbatches: int, ranks: int
+) -> Schedule:
+    """Returns the schedule for the given stages, or for its own number of stages.
+
+    A function with a keyword ``chunks`` of an integer default lays out so many stages
+    on each rank.
+    """
+    chunks_parameter = inspect.signature(schedule).parameters.get("chunks")
+    chunks = (
+        chunks_parameter.default
+        if chunks_parameter and isinstance(chunks_parameter.default, int)
+        else 1
+    )
+    n_stages = ranks * chunks if stages is None else len(stages)
+    if chunks_parameter is None:
+        return parse(schedule(n_stages, n_microbatches))
+    if n_stages % ranks:
+        raise ScheduleError(f"{n_stages} stages do not part evenly over {ranks} ranks")
+    return parse(schedule(n_stages, n_microbatches, chunks=n_stages // ranks))

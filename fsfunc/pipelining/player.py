@@ -1,9 +1,14 @@
-"""The player: ranks that go through actions, and wait for each other's.
+"""The player: an event loop in which ranks take actions and wait for each other.
 
-Whatever has an order on each rank is played by it: a schedule, to prove that it runs
-and to time it; its compute actions alone, to find where sends and receives belong; a
-schedule that is only being found; and the events of a plan. They differ in what a rank
-does between two waits, and in what they note on the way.
+Each rank is a generator: it yields the name of an event that it waits for, and records
+the events that it causes. There is no thread and no real clock; time is a number::
+
+    rank 0:  F0 ──record(F0@0)──▶ ...      rank 1:  yield F0@0 ... F0, at its time
+
+Four callers play what has an order on each rank: `verification` and `timing` a
+schedule, to prove that it ends and to time it (`ScheduleRun`); `transfers` its compute
+actions, to place sends and receives; `schedules.greedy` a schedule while it chooses
+it; and `planning.simulation` the events of a plan.
 """
 
 from __future__ import annotations
@@ -15,7 +20,7 @@ from typing import NamedTuple
 from fsfunc.pipelining.actions import (
     BACKWARD,
     FORWARD,
-    MADE_BY,
+    PART_SENT,
     Action,
     Schedule,
     ScheduleError,
@@ -26,10 +31,10 @@ Edge = tuple[int, int]  # (producer stage, later consumer stage)
 
 
 class Player:
-    """One event loop. A rank is an iterator that yields what it waits for.
+    """An event loop over ranks, each an iterator of the events that it waits for.
 
-    It continues when that has happened. Ranks that can continue do so in the order of
-    time, then of ranks. A rank that yields None sleeps until :meth:`wake`.
+    A rank continues once its event is recorded. Ranks that can continue do so in the
+    order of time, then of ranks. A rank that yields None sleeps until :meth:`wake`.
 
     >>> player = Player()
     >>> def second():
@@ -38,7 +43,7 @@ class Player:
     ...     yield "third"
     >>> def first():
     ...     yield from ()
-    ...     player.happened("first", 2.0)
+    ...     player.record("first", 2.0)
     >>> player.play([second(), first()])
     second at 2.0, then for ever
     >>> player.waits
@@ -46,58 +51,58 @@ class Player:
     """
 
     def __init__(self) -> None:
-        self.times: dict[Hashable, float] = {}  # of all that has happened
-        self.waits: list[Hashable] = []  # what each rank waits for; None: nothing
+        self.times: dict[Hashable, float] = {}  # of every recorded event
+        self.waits: list[Hashable] = []  # each rank's awaited event; None: nothing
         self.now: float = 0
         self._ranks: list[Iterator[Hashable]] = []
-        self._asleep: dict[Hashable, list[int]] = {}
-        self._awake: list[tuple[float, int]] = []
+        self._asleep: dict[Hashable, list[int]] = {}  # the ranks that await an event
+        self._awake: list[tuple[float, int]] = []  # a heap of (time, rank)
 
-    def happened(self, what: Hashable, time: float = 0) -> None:
+    def record(self, event: Hashable, time: float = 0) -> None:
         """Records the time of an event, and wakes the ranks that wait for it."""
-        self.times[what] = time
-        for rank in self._asleep.pop(what, ()):
+        self.times[event] = time
+        for rank in self._asleep.pop(event, ()):
             self.wake(rank, time)
 
     def wake(self, rank: int, time: float) -> None:
         heappush(self._awake, (time, rank))
 
     def play(self, ranks: Iterable[Iterator[Hashable]]) -> None:
-        """Takes every rank as far as it goes."""
+        """Runs every rank until it ends, or waits for what nobody records."""
         self._ranks = list(ranks)
         self.waits = [None] * len(self._ranks)
         for rank in range(len(self._ranks)):
             self.wake(rank, 0)
-        self.go_on()
+        self.run_awake()
 
-    def go_on(self) -> None:
+    def run_awake(self) -> None:
         """Runs the ranks that have been woken."""
         while self._awake:
             self.now, rank = heappop(self._awake)
             self.waits[rank] = None
-            for what in self._ranks[rank]:
-                if what is None:
+            for event in self._ranks[rank]:
+                if event is None:
                     break
-                if what not in self.times:
-                    self.waits[rank] = what
-                    self._asleep.setdefault(what, []).append(rank)
+                if event not in self.times:
+                    self.waits[rank] = event
+                    self._asleep.setdefault(event, []).append(rank)
                     break
 
 
 class Posting(NamedTuple):
-    """The posting of a receive, for which its send waits."""
+    """The event that a receive is posted, for which its send waits."""
 
     receive: Action
 
 
 class Dependencies:
-    """The needs of each action of a schedule.
+    """The actions of a schedule that each of its actions waits for.
 
     An edge (p, c) says that stage c takes outputs of the earlier stage p: c's forward
     needs p's, and p's backward needs c's. Without edges each stage feeds the next.
-    What is needed is named by its part: gradients by "I", also where a whole backward
-    "B" makes them. Where the schedule has transfers of its own, what another rank makes
-    is needed in the form of the receive that brings it; else the action itself is.
+    A need is an `Action` that names a part: gradients are "I", also where a whole
+    backward "B" makes them. If the schedule has transfers, an action needs the receive
+    that brings what another rank made; if not, it needs the other rank's action.
     """
 
     def __init__(self, schedule: Schedule, edges: Iterable[Edge] | None = None) -> None:
@@ -111,56 +116,56 @@ class Dependencies:
                     f"the edge ({producer}, {consumer}) has to lead from a stage to a "
                     f"later one of the {stages}"
                 )
-        producers = [self._ends(1, 0, s) for s in range(stages)]
-        consumers = [self._ends(0, 1, s) for s in range(stages)]
-        # Of a direction: by stage, those from which messages come and to which they go.
+        producers = [self._linked_stages(1, 0, s) for s in range(stages)]
+        consumers = [self._linked_stages(0, 1, s) for s in range(stages)]
+        # By direction and stage: the stages that messages come from, and go to.
         self.sources = {FORWARD: producers, BACKWARD: consumers}
         self.targets = {FORWARD: consumers, BACKWARD: producers}
-        self.explicit = any(not a.is_compute for row in schedule for a in row)
+        self.has_transfers = any(not a.is_compute for row in schedule for a in row)
 
-    def _ends(self, here: int, there: int, stage: int) -> list[int]:
-        return sorted(edge[there] for edge in self.edges if edge[here] == stage)
+    def _linked_stages(self, end: int, far_end: int, stage: int) -> list[int]:
+        return sorted(edge[far_end] for edge in self.edges if edge[end] == stage)
 
     def crosses(self, stage: int, other: int) -> bool:
         return self.rank_of[stage] != self.rank_of[other]
 
     def needs(self, action: Action) -> Iterator[Action]:
-        """Yield what must be done before the action, receives meaning their end."""
-        kind, stage, microbatch = action.of_kind, action.stage, action.microbatch
+        """Yields what must have ended before the action starts."""
+        kind, stage, microbatch = action.traits, action.stage, action.microbatch
         for part in kind.needs:
             yield Action(part, stage, microbatch)
-        for source in self.sources[kind.takes][stage] if kind.takes else ():
-            if self.explicit and self.crosses(source, stage):
-                yield Action(f"R{kind.takes}", stage, microbatch, source)
+        for source in self.sources[kind.incoming][stage] if kind.incoming else ():
+            if self.has_transfers and self.crosses(source, stage):
+                yield Action(f"R{kind.incoming}", stage, microbatch, source)
             else:
-                yield Action(MADE_BY[kind.takes], source, microbatch)
+                yield Action(PART_SENT[kind.incoming], source, microbatch)
 
     def sends(self, action: Action) -> Iterator[Action]:
-        """Yield the sends that follow a compute action."""
-        stage, direction = action.stage, action.of_kind.gives
+        """Yields the sends that follow a compute action."""
+        stage, direction = action.stage, action.traits.outgoing
         for peer in self.targets[direction][stage] if direction else ():
             if self.crosses(stage, peer):
                 yield Action(f"S{direction}", stage, action.microbatch, peer)
 
 
-def made(action: Action) -> tuple[Action, ...]:
-    """Return the names under which others need the action: of a "B" its "I", and "W".
+def name_results(action: Action) -> tuple[Action, ...]:
+    """Returns the names by which others need an action's results: "I" and "W" of a "B".
 
-    The first is that of what it makes for other stages.
+    The first name is that of the result that other stages wait for.
     """
-    parts = action.of_kind.parts
+    parts = action.traits.parts
     if parts in ((), (action.kind,)):
         return (action,)
     return tuple(Action(part, action.stage, action.microbatch) for part in parts)
 
 
 def other_end(transfer: Action) -> Action:
-    """Return the receive of a send, the send of a receive.
+    """Returns the receive of a send, the send of a receive.
 
     >>> print(other_end(Action("SF", 0, 3, 1)))
     RF3@1<0
     """
-    kind, peer = transfer.of_kind, transfer.peer
+    kind, peer = transfer.traits, transfer.peer
     if peer is None:
         raise ScheduleError(f"{transfer} is no transfer: it has no other end")
     letter = "R" if kind.transfer == ">" else "S"
@@ -170,17 +175,18 @@ def other_end(transfer: Action) -> Action:
 class ScheduleRun(Player):
     """A schedule played: when each action starts, and what each rank waits for.
 
-    The model is harder than any backend: a send blocks its rank until the receive has
-    been posted, a receive is posted without waiting, and the compute action that needs
-    it waits for it. Blocking takes no time, and neither does a message take any of its
-    rank's: it arrives ``send`` after the later of its send and its receive's posting.
+    The model is stricter than any backend, so that what ends here ends everywhere: a
+    send blocks its rank until the receive is posted. A receive is posted without
+    waiting, and the compute action that needs it waits for it. Blocking costs no time,
+    and a message takes none of its ranks' time: it arrives ``send`` after the later of
+    its send and the posting of its receive.
 
     Args:
-        cost: of a compute action.
-        send: from a send to its arrival at another rank.
+        cost: the duration of a compute action.
+        send: the time from a send to its arrival at another rank.
 
-    ``starts`` has those of the actions that each rank got to; ``times`` the ends, by
-    what others need: the names `made` of compute actions, receives for messages.
+    ``starts`` has the start of each action that a rank came to. ``times`` has the ends:
+    of compute actions by `name_results`, of messages by their receives.
     """
 
     def __init__(
@@ -196,31 +202,32 @@ class ScheduleRun(Player):
         self.play(map(self._rank, schedule, self.starts))
 
     def _rank(self, row: Iterable[Action], starts: list[float]) -> Iterator[Hashable]:
-        times, dependencies, clock = self.times, self.dependencies, 0
+        times, dependencies, free_at = self.times, self.dependencies, 0
         for action in row:
-            start = clock
+            start = free_at
             if action.is_compute:
                 for need in dependencies.needs(action):
                     yield need
-                    # What is received has been on its way already.
-                    sent = need.peer is None and dependencies.crosses(
+                    # A receive is recorded at its arrival. Without receives, what
+                    # another rank made still has to travel.
+                    travels = need.peer is None and dependencies.crosses(
                         need.stage, action.stage
                     )
-                    start = max(start, times[need] + (self.send if sent else 0))
-                clock = start + self.cost(action)
-                for name in made(action):
-                    self.happened(name, clock)
-            elif action.of_kind.transfer == "<":
-                self.happened(Posting(action), start)
+                    start = max(start, times[need] + (self.send if travels else 0))
+                free_at = start + self.cost(action)
+                for name in name_results(action):
+                    self.record(name, free_at)
+            elif action.traits.transfer == "<":
+                self.record(Posting(action), start)
             else:
                 receive = other_end(action)
                 yield Posting(receive)
                 arrival = max(start, times[Posting(receive)]) + self.send
-                self.happened(receive, arrival)
+                self.record(receive, arrival)
             starts.append(start)
 
-    def missing(self, action: Action) -> list[Action]:
-        """The unmet needs of an action; for a send, its receive."""
+    def unmet_needs(self, action: Action) -> list[Action]:
+        """Returns the needs of an action that were not met; of a send, its receive."""
         if action.is_compute:
             needs = self.dependencies.needs(action)
             return [need for need in needs if need not in self.times]

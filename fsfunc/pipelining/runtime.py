@@ -1,24 +1,33 @@
-"""The interpreter: one rank's actions of a schedule, one after another.
+"""The interpreter: runs one rank's actions of a schedule, one after another.
 
-A schedule's action ``F``, ``B``, ``I``, ``W`` is the method of :class:`Worker` of that
-name. A forward runs the whole loss of one microbatch, within a `stages.StageRun`. In a
-plan the rounds of a schedule that are like those before are not run (`ScheduleRounds`).
+`handler.Pipelining` makes a `Worker` for each gradient call or forward pass, and gives
+it this rank's row. An action ``F``, ``B``, ``I``, ``W`` is the `Worker` method ``_F``,
+``_B``... What travels between actions lies in tables by (direction, stage, microbatch):
+
+    _F of stage s:  inbox or posted[F, s, m] -> the loss's stage -> outbox[F, s, m, s+1]
+    _SF, _RF:       send outbox[F, s, m, s+1];  post a receive for posted[F, s+1, m]
+    _B of stage s:  inbox or posted[B, s, m] -> StageVjp -> outbox[B, s, m, s-1]
+
+Between two stages of one rank values go from hand to hand, through ``inbox``. When a
+step is planned, rounds of a schedule that repeat are not run, but noted as those before
+(`ScheduleRounds`).
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from fsfunc import _torch, tree
 from fsfunc.comm.attribution import label
+from fsfunc.comm.backends.link import Handle
 from fsfunc.comm.collective_ops import maps_run_by
 from fsfunc.comm.groups import RankGroup
 from fsfunc.core.frames import Counter, Frame, inside
@@ -27,12 +36,22 @@ from fsfunc.core.tracers import Carried, Round, Tracer
 from fsfunc.pipelining.actions import BACKWARD, FORWARD, Action, stages_of
 from fsfunc.pipelining.microbatches import Microbatch
 from fsfunc.pipelining.sample_gradients import SampleGradients
-from fsfunc.pipelining.stages import CAPTURED, Ended, StageRun, StageVjp, abstractly
-from fsfunc.pipelining.timing import clocked
+from fsfunc.pipelining.stages import (
+    CAPTURED,
+    Ended,
+    StageRun,
+    StageVjp,
+    apply_or_stand_in,
+)
+from fsfunc.pipelining.timing import ActionTimer
 from fsfunc.runtime.generators import States, are_drawn, generators_kept, mix
 from fsfunc.runtime.memory import BufferPool
 from fsfunc.runtime.scopes import plainly
-from fsfunc.tracing.programs import Value
+from fsfunc.tracing.programs import TracedCall, Value
+from fsfunc.tree.types import Leaf, PyTree
+
+# (direction, stage, microbatch), and in the outbox the peer's stage too.
+_Key = tuple[str, int, int] | tuple[str, int, int, int]
 
 
 @dataclass(eq=False)
@@ -40,88 +59,93 @@ class Worker:
     """One rank of one pipelined call.
 
     Args:
-        read: ``(returned) -> (total, weight, aux)``; the last stage's.
-        microbatches: all of them.
-        owners: by stage, the index along ``where`` of the rank that runs it.
-        where: the ranks of the pipeline.
-        frame: that of the gradient call; ``depth``: the position of this loop in its
-            ``micro``.
-        values: the differentiated leaves; none if only the forward is run.
+        read: ``(returned) -> (total, weight, aux)``, of what the loss returns.
+        microbatches: all of the call's.
+        owners: by stage, the index along ``rank_group`` of the rank that runs it.
+        rank_group: the ranks of the pipeline.
+        frame: the frame of the gradient call.
+        depth: the position of the loop over microbatches in the frame's ``micro``.
+        grad_leaves: the differentiated leaves; empty if only the forward is run.
         pool: memory for their gradients.
-        seed: the cotangent that a backward starts from, for the total of a loss.
-        samples: is shown each backward's gradients, if not None.
+        seed: returns the cotangent that the backward of a loss's total starts from.
+        samples: is shown each microbatch's gradients, if not None.
 
     After ``run``, ``results`` has the results of ``read`` for each microbatch, on the
-    rank of the last stage, and ``values`` have their gradients.
+    rank of the last stage, and ``grad_leaves`` have their ``.grad``.
     """
 
-    read: Callable[[Any], Any]
+    read: Callable[[PyTree], tuple[PyTree, Tensor | None, PyTree]]
     microbatches: Sequence[Microbatch]
     owners: Sequence[int]
-    where: RankGroup
+    rank_group: RankGroup
     frame: Frame
     depth: int
-    values: Sequence[Tensor]
+    grad_leaves: Sequence[Tensor]
     pool: BufferPool = field(default_factory=BufferPool)
     seed: Callable[[Tensor], Tensor] = torch.ones_like
     samples: SampleGradients | None = None
 
     def __post_init__(self) -> None:
-        self.results: dict[int, Any] = {}
-        # By direction, stage and microbatch: what came for an action from
-        # here, what is being received for it, and what it made for other ranks.
-        self.inbox: dict[Any, dict[Value, Tensor]] = defaultdict(dict)
-        self.posted: dict[Any, list[tuple[Value, Any]]] = defaultdict(list)
-        self.outbox: dict[Any, dict[Value, Tensor]] = {}
-        self.kept: dict[Any, _Forwarded] = {}  # by FORWARD, stage and microbatch
-        self.tables = self.inbox, self.posted, self.outbox, self.kept
-        self.sends: list[Any] = []
+        self.results: dict[int, tuple[PyTree, Tensor | None, PyTree]] = {}
+        # By direction, stage and microbatch: values from this rank's other stages, and
+        # receives that are under way; by the peer's stage too: values to send.
+        self.inbox: dict[_Key, dict[Value, Tensor]] = defaultdict(dict)
+        self.posted: dict[_Key, list[tuple[Value, Handle]]] = defaultdict(list)
+        self.outbox: dict[_Key, dict[Value, Tensor]] = {}
+        self.forwarded: dict[_Key, _Forwarded] = {}  # by FORWARD, stage and microbatch
+        self.tables: tuple[dict[_Key, Any], ...] = (
+            self.inbox, self.posted, self.outbox, self.forwarded,
+        )  # fmt: skip
+        self.sends: list[Handle] = []
         self.actions: Sequence[Action] = ()
-        self.at = self.last = 0  # the action that is done now, and the last forward
-        self.early: set[Action] = set()  # what was done before its turn
-        self.clock: clocked  # of the action that is done now
+        self.position = 0  # in `actions`, of the one that runs
+        self.last_forward = 0  # in `actions`, of the last forward
+        self.done_early: set[Action] = set()  # actions that ran before their turn
+        self.clock: ActionTimer  # of the action that runs
 
     def run(self, actions: Sequence[Action]) -> None:
-        """Does a rank's actions in their order.
-
-        After an error the mesh is closed: another rank may be in this call still, and
-        would take what the next one sends for what it waits for.
-        """
+        """Runs this rank's actions in their order."""
         try:
             self._run(actions)
         except BaseException as error:
-            if self.where.size > 1:
-                self.where.link.close("a pipelined step", error)
+            # Another rank may still be in this call: it would take a message of the
+            # next call for the one that it waits for. So the mesh takes no more calls.
+            if self.rank_group.size > 1:
+                self.rank_group.link.close("a pipelined step", error)
             raise
 
     def _run(self, actions: Sequence[Action]) -> None:
-        self.actions, self.early = actions, set[Action]()
-        forwards = [i for i, a in enumerate(actions) if a.of_kind.is_forward]
-        self.last = max(forwards, default=-1)
-        draws = any(m.cut.program.draws for m in self.microbatches)
-        several = len(stages_of(actions)) > 1
+        self.actions, self.done_early = actions, set[Action]()
+        forwards = [i for i, a in enumerate(actions) if a.traits.is_forward]
+        self.last_forward = max(forwards, default=-1)
+        draws_outside_units = any(m.cut.program.draws for m in self.microbatches)
+        several_stages = len(stages_of(actions)) > 1
         tracer = self.frame.tracer or Tracer()
-        rounds = tracer.observe_rounds(_NAMED)
+        rounds = tracer.observe_rounds(_MICROBATCH)
         rounds = None if rounds is None else ScheduleRounds(self, rounds)
         with generators_kept() as states:
-            for self.at, action in enumerate(actions):
-                if action in self.early:
+            for self.position, action in enumerate(actions):
+                if action in self.done_early:
                     continue
-                kind = action.of_kind
-                if draws and kind.is_forward:
+                kind = action.traits
+                # Draws between units repeat for a microbatch and stage, wherever the
+                # schedule puts them. Units seed their own.
+                if draws_outside_units and kind.is_forward:
                     seed = mix(self.frame.seed or 0, action.stage, action.microbatch)
                     for generator, _ in states:
                         generator.manual_seed(seed)
-                stage = action.stage if several else None
+                stage = action.stage if several_stages else None
                 if rounds is not None:
-                    rounds.begin(self.at)
+                    rounds.begin(self.position)
+                # A plan's turns are named by work: a transfer by what it carries.
                 tracer.begin_turn(kind.carries or kind.letter, action.microbatch, stage)
-                with clocked(self.where.index, action) as self.clock:
+                with ActionTimer(self.rank_group.index, action) as self.clock:
                     (kind.run or getattr(type(self), f"_{kind.letter}"))(self, action)
+                # A send's handle keeps its tensor alive, so handles that are done go.
                 self.sends = [work for work in self.sends if not work.done()]
                 if rounds is not None:
-                    self.early.update(rounds.after(self.at))
-            if not draws and self.frame.seed is not None:
+                    self.done_early.update(rounds.after(self.position))
+            if not draws_outside_units and self.frame.seed is not None:
                 _check_undrawn(states)
         for work in self.sends:
             work.wait()
@@ -134,178 +158,200 @@ class Worker:
     def _F(self, a: Action) -> None:
         batch, key = self.microbatches[a.microbatch], (FORWARD, a.stage, a.microbatch)
         cut = batch.cut
-        received = self._taken(FORWARD, a)
-        if self.values:  # each a leaf of the stage's graph
+        received = self._collect(FORWARD, a)
+        if self.grad_leaves:  # what is received becomes a leaf of this stage's graph
             for value, x in received.items():
                 x.requires_grad_(cut.spec(value).requires_grad)
-        tied = bool(self.values) and bool(self.frame.runtimes)
-        stage = StageRun(cut, cut.stages[a.stage], received, tied)
-        ours, micro = (a.microbatch, len(self.microbatches)), self.frame.micro
+        needs_tokens = bool(self.grad_leaves) and bool(self.frame.runtimes)
+        stage = StageRun(cut, cut.stages[a.stage], received, needs_tokens)
+        place, micro = (a.microbatch, len(self.microbatches)), self.frame.micro
         outer, inner = micro[: self.depth], micro[self.depth + 1 :]
         f = self.frame.replace(
             handlers=(stage, *self.frame.handlers),
-            micro=(*outer, ours, *inner),
+            micro=(*outer, place, *inner),
             # `accumulate` inside of a pipeline has cut its rows before this loop does.
-            rows=(*outer, *inner, ours),
+            rows=(*outer, *inner, place),
             counter=Counter(),
             in_loss=1,
         )
         with (
-            torch.set_grad_enabled(bool(self.values)),
-            maps_run_by(abstractly),
-            plainly(),  # it may be given placeholders
+            torch.set_grad_enabled(bool(self.grad_leaves)),
+            maps_run_by(apply_or_stand_in),
+            plainly(),  # compiled functions between units may be given placeholders
             inside(f),
         ):
             try:
-                returned = self._returned(batch.call)
+                returned = self._call_loss(batch.call)
             except Ended:
                 returned = None
         loss = None
         if stage.plan.makes_loss:
-            loss = self._loss(stage, returned, a.microbatch)
-        stage.check_made(tracked=bool(self.values))
-        self._pass_on(FORWARD, a, stage.made, cut.consumers(a.stage))
-        if not self.values:
+            loss = self._record_loss(stage, returned, a.microbatch)
+        stage.check_made(tracked=bool(self.grad_leaves))
+        self._hand_over(FORWARD, a, stage.produced, cut.consumers(a.stage))
+        if not self.grad_leaves:
             return
-        given = [v for v, x in stage.made.items() if x.requires_grad]
-        taken = [v for v, x in received.items() if x.requires_grad]
-        outputs = [*(stage.made[v] for v in given), *stage.ends]
+        output_values = [v for v, x in stage.produced.items() if x.requires_grad]
+        input_values = [v for v, x in received.items() if x.requires_grad]
+        outputs = [*(stage.produced[v] for v in output_values), *stage.end_tokens]
         seeds: list[Tensor | None] = []
         if loss is not None:
             outputs.insert(0, loss[0])
             seeds.append(loss[1])
-        inputs = [received[v] for v in taken]
-        vjp = StageVjp(outputs, inputs, [*self.values, *stage.starts], self.pool)
-        ends = [torch.zeros_like(x) for x in stage.ends]
-        self.kept[key] = _Forwarded(vjp, seeds, given, taken, ends)
+        inputs = [received[v] for v in input_values]
+        vjp = StageVjp(
+            outputs, inputs, [*self.grad_leaves, *stage.start_tokens], self.pool
+        )
+        end_cotangents = [torch.zeros_like(x) for x in stage.end_tokens]
+        self.forwarded[key] = _Forwarded(
+            vjp, seeds, output_values, input_values, end_cotangents
+        )
 
-    def _returned(self, call: GradientCall) -> Any:
+    def _call_loss(self, call: GradientCall) -> PyTree:
+        """Calls the user's loss; `_UpdatingWorker` gives it parameters of its own."""
         return call.fn(*call.args, **call.keywords)
 
-    def _loss(
-        self, stage: StageRun, returned: Any, microbatch: int
+    def _record_loss(
+        self, stage: StageRun, returned: PyTree, microbatch: int
     ) -> tuple[Tensor, Tensor] | None:
-        """Keeps what the loss returned; its total and cotangent, if there are any."""
+        """Records the loss's results; returns its total and the total's cotangent.
+
+        None where there is nothing to differentiate.
+        """
         stage.check_loss(returned)
         total, weight, aux = self.results[microbatch] = self.read(returned)
         if not (isinstance(total, Tensor) and total.requires_grad):
             return None
+        # A `Weighted` loss is a sum and is divided by all weights at the end; a mean
+        # counts by its share of the rows, now.
         share = self.microbatches[microbatch].share if weight is None else 1.0
         self.results[microbatch] = total.detach(), weight, aux
         return total, self.seed(total).mul_(share)
 
-    def _taken(self, way: str, a: Action) -> dict[Value, Tensor]:
-        """Takes the activations or cotangents that came one way for an action."""
-        key = way, a.stage, a.microbatch
-        found = self.inbox.pop(key, {})
+    def _collect(self, direction: str, a: Action) -> dict[Value, Tensor]:
+        """Removes and returns the activations or cotangents that an action needs."""
+        key = direction, a.stage, a.microbatch
+        collected = self.inbox.pop(key, {})
         for value, work in self.posted.pop(key, ()):
-            _add(found, value, work.wait())
-        self.clock.begins()
-        return found
+            _add(collected, value, work.wait())
+        self.clock.restart()  # the wait was no work of this action
+        return collected
 
-    def _pass_on(
+    def _hand_over(
         self,
-        way: str,
+        direction: str,
         a: Action,
-        made: Mapping[Value, Tensor],
+        produced: Mapping[Value, Tensor],
         peers: Iterable[tuple[int, Sequence[Value]]],
     ) -> None:
-        """Gives other stages what an action made for them, or keeps it to be sent."""
+        """Puts what an action made for other stages into their inbox, or the outbox."""
         for peer, values in peers:
-            message = {value: made[value].detach() for value in values}
+            message = {value: produced[value].detach() for value in values}
             if self.owners[peer] == self.owners[a.stage]:
                 for value, x in message.items():
-                    _add(self.inbox[way, peer, a.microbatch], value, x)
+                    _add(self.inbox[direction, peer, a.microbatch], value, x)
             else:
-                self.outbox[way, a.stage, a.microbatch, peer] = message
+                self.outbox[direction, a.stage, a.microbatch, peer] = message
 
     # Backward
 
     def _B(self, a: Action) -> None:
-        kept = self.kept.pop((FORWARD, a.stage, a.microbatch))
-        cut, own = self.microbatches[a.microbatch].cut, self.owners[a.stage]
+        forwarded = self.forwarded.pop((FORWARD, a.stage, a.microbatch))
+        cut, local_rank = self.microbatches[a.microbatch].cut, self.owners[a.stage]
 
-        def give(grads: Sequence[Tensor | None]) -> None:
-            self._hand_back(a, kept, grads)
-            self._send_back(a)
+        def give(input_grads: Sequence[Tensor | None]) -> None:
+            self._return_gradients(a, forwarded, input_grads)
+            self._send_gradients_early(a)
 
-        # Past the last forward, another rank has nothing else to do than to wait for
-        # the gradients of its outputs; for those of the weights no rank waits. (Before
-        # it, a weight's product is better done while its factors are in the cache.)
-        waits = self.at > self.last and any(
-            self.owners[p] != own for p, _ in cut.producers_of(a.stage)
+        # After the last forward the rank of the stage before has nothing to do but to
+        # wait for the gradients of its outputs, and no rank waits for weight gradients:
+        # so those come after the send. Before that point, a weight's product is better
+        # computed at once, while its factors are in the cache.
+        sends_early = self.position > self.last_forward and any(
+            self.owners[p] != local_rank for p, _ in cut.producers_of(a.stage)
         )
-        cotangents = self._cotangents(a, kept)
+        cotangents = self._cotangents(a, forwarded)
         with self._sample(a):
-            found = kept.vjp.backward(cotangents, give if waits else None)
-        if not waits:
-            self._hand_back(a, kept, found)
+            input_grads = forwarded.vjp.backward(
+                cotangents, give if sends_early else None
+            )
+        if not sends_early:
+            self._return_gradients(a, forwarded, input_grads)
 
     def _I(self, a: Action) -> None:
-        kept = self.kept[FORWARD, a.stage, a.microbatch]
-        grads = kept.vjp.input_gradient(self._cotangents(a, kept))
-        self._hand_back(a, kept, grads)
+        forwarded = self.forwarded[FORWARD, a.stage, a.microbatch]
+        grads = forwarded.vjp.input_gradient(self._cotangents(a, forwarded))
+        self._return_gradients(a, forwarded, grads)
 
     def _W(self, a: Action) -> None:
         with self._sample(a):
-            self.kept.pop((FORWARD, a.stage, a.microbatch)).vjp.weight_gradient()
+            self.forwarded.pop((FORWARD, a.stage, a.microbatch)).vjp.weight_gradient()
 
     def _sample(self, a: Action) -> AbstractContextManager[None]:
         if self.samples is None:
             return nullcontext()
-        return self.samples.of(a.stage, a.microbatch)
+        return self.samples.observing(a.stage, a.microbatch)
 
-    def _cotangents(self, a: Action, kept: _Forwarded) -> list[Tensor | None]:
-        """Those of the loss, of outputs that other stages use, and of thread ends."""
-        found = self._taken(BACKWARD, a)
-        return [*kept.seeds, *(found.get(v) for v in kept.given), *kept.ends]
+    def _cotangents(self, a: Action, forwarded: _Forwarded) -> list[Tensor | None]:
+        """Returns the cotangents of the loss, of sent outputs, and of end tokens."""
+        received = self._collect(BACKWARD, a)
+        return [
+            *forwarded.seeds,
+            *(received.get(v) for v in forwarded.output_values),
+            *forwarded.end_cotangents,
+        ]
 
-    def _hand_back(
-        self, a: Action, kept: _Forwarded, grads: Sequence[Tensor | None]
+    def _return_gradients(
+        self, a: Action, forwarded: _Forwarded, grads: Sequence[Tensor | None]
     ) -> None:
         """Passes the gradients of a stage's inputs to the stages that made them."""
         cut = self.microbatches[a.microbatch].cut
-        found = {  # zeros where the stage made no use of the value
+        # Zeros where this stage's loss did not use the value: the other rank's receive
+        # is posted by the recorded program, and waits for a message.
+        cotangents = {
             v: cut.spec(v).zeros() if g is None else g
-            for v, g in zip(kept.taken, grads, strict=True)
+            for v, g in zip(forwarded.input_values, grads, strict=True)
         }
-        self._pass_on(BACKWARD, a, found, cut.producers_of(a.stage))
+        self._hand_over(BACKWARD, a, cotangents, cut.producers_of(a.stage))
 
-    def _send_back(self, a: Action) -> None:
-        """Does the sends that come right after a backward before its end."""
-        for action in self.actions[self.at + 1 :]:
-            mine = (action.stage, action.microbatch) == (a.stage, a.microbatch)
-            kind = action.of_kind
-            if (kind.transfer, kind.carries) != (">", BACKWARD) or not mine:
+    def _send_gradients_early(self, a: Action) -> None:
+        """Runs the sends that follow a backward in the row, before that has ended."""
+        for action in self.actions[self.position + 1 :]:
+            is_same_work = (action.stage, action.microbatch) == (a.stage, a.microbatch)
+            kind = action.traits
+            if (kind.transfer, kind.carries) != (">", BACKWARD) or not is_same_work:
                 break
-            with clocked(self.where.index, action):
+            with ActionTimer(self.rank_group.index, action):
                 self._send(action)
-            self.early.add(action)
+            self.done_early.add(action)
 
     # Transfers
 
     def _send(self, a: Action) -> None:
         calls, peer = self.microbatches[a.microbatch].cut.program.calls, _peer(a)
-        way = a.of_kind.carries
-        phase = "forward" if way == FORWARD else "backward"
-        message = self.outbox.pop((way, a.stage, a.microbatch, peer))
+        direction = a.traits.carries
+        phase = "forward" if direction == FORWARD else "backward"
+        message = self.outbox.pop((direction, a.stage, a.microbatch, peer))
         for value, x in message.items():
-            what = _named(value, calls, a)
+            name = _name_message(value, calls, a)
             with label(calls[value.call].name, phase):
-                self.sends.append(self.where.send(x, self.owners[peer], what))
+                self.sends.append(self.rank_group.send(x, self.owners[peer], name))
 
     def _receive(self, a: Action) -> None:
         cut, peer = self.microbatches[a.microbatch].cut, _peer(a)
-        way = a.of_kind.carries
-        source, posted = self.owners[peer], self.posted[way, a.stage, a.microbatch]
+        direction = a.traits.carries
+        source, posted = (
+            self.owners[peer],
+            self.posted[direction, a.stage, a.microbatch],
+        )
         for value in (
             cut.messages[peer, a.stage]
-            if way == FORWARD
-            else cut.returned(a.stage, peer)
+            if direction == FORWARD
+            else cut.gradient_values(a.stage, peer)
         ):
-            spec, what = cut.spec(value), _named(value, cut.program.calls, a)
-            look = spec.shape, spec.dtype, spec.device
-            posted.append((value, self.where.receive(*look, source, what)))
+            spec, name = cut.spec(value), _name_message(value, cut.program.calls, a)
+            traits = spec.shape, spec.dtype, spec.device
+            posted.append((value, self.rank_group.receive(*traits, source, name)))
 
     _SF = _SB = _send
     _RF = _RB = _receive
@@ -313,17 +359,29 @@ class Worker:
 
 @dataclass
 class _Forwarded:
-    """The state that a forward keeps for its backward."""
+    """What a forward saves for its backward.
+
+    Args:
+        vjp: the graph, as a function of cotangents. Its outputs are the loss (in the
+            last stage), ``output_values`` and the end tokens, in this order.
+        seeds: the loss's cotangent, in the last stage.
+        output_values: the outputs whose gradients other stages give.
+        input_values: the received values whose gradients this stage gives.
+        end_cotangents: zeros, the cotangents of the end tokens.
+    """
 
     vjp: StageVjp
-    seeds: list[Tensor | None]  # the loss's cotangent, where there is a loss
-    given: list[Value]
-    taken: list[Value]
-    ends: list[Tensor]
+    seeds: list[Tensor | None]
+    output_values: list[Value]
+    input_values: list[Value]
+    end_cotangents: list[Tensor]
 
 
 def _check_undrawn(states: States) -> None:
-    """Raises where the loss drew numbers outside units that its program has not."""
+    """Raises if the loss drew numbers outside units, and its recording did not.
+
+    Such draws were not seeded by stage and microbatch, as `Worker._run` does it.
+    """
     if _torch.fake_active():
         return  # fake tensors draw nothing
     if are_drawn(states):
@@ -333,14 +391,15 @@ def _check_undrawn(states: States) -> None:
         )
 
 
-def _named(value: Value, calls: Sequence[Any], a: Action) -> str:
-    """The name of a message: an output of a unit call, or its gradient."""
-    what = "" if a.of_kind.carries == FORWARD else "gradient of "
+def _name_message(value: Value, calls: Sequence[TracedCall], a: Action) -> str:
+    """Returns the name of a message: an output of a unit call, or its gradient."""
+    prefix = "" if a.traits.carries == FORWARD else "gradient of "
     name = calls[value.call].name
-    return f"{what}{name} #{value.call}.{value.leaf}{_NAMED}{a.microbatch}"
+    return f"{prefix}{name} #{value.call}.{value.leaf}{_MICROBATCH}{a.microbatch}"
 
 
-_NAMED = ", microbatch "
+# Planning finds a message's microbatch after this text, to name those of noted rounds.
+_MICROBATCH = ", microbatch "
 
 
 def _add(sums: dict[Value, Tensor], value: Value, g: Tensor) -> None:
@@ -353,45 +412,71 @@ def _peer(a: Action) -> int:
     return a.peer
 
 
-class ScheduleRounds:
-    """The rounds of one rank's actions, of which a plan runs a few and notes the rest.
+class RoundNoter(Protocol):
+    """What a tracer gives for a loop over microbatches (`core.tracers.Tracer.rounds`).
 
-    Between its first forwards and its last backwards a rank comes to the same actions
-    again and again, each time of later microbatches. What was in flight is then
-    renamed, as if the rounds that were noted had run.
-
-    Args:
-        worker: runs them; ``rounds``: of the tracer: `begin` and `after` are called.
+    A plan's is `planning.rounds.Rounds`.
     """
 
-    def __init__(self, worker: Worker, rounds: Any):
+    def begin(self, kind: Hashable, microbatch: int) -> object: ...
+    def anew(self) -> None: ...
+    def after(self, done: Round) -> int: ...
+    def end(self) -> None: ...
+    def stand_in(self, x: Tensor, by: int) -> Tensor: ...
+
+
+class ScheduleRounds:
+    """The repeated rounds of one rank's actions, of which a plan runs only a few.
+
+    Between its first forwards and its last backwards a rank comes to the same actions
+    again and again, each time with later microbatches. A plan of 16 microbatches would
+    run each of these rounds on fake tensors, and find the same. So the tracer says,
+    after a round, how many of the next ones it notes without running them; this class
+    then renames what is in flight, as if those rounds had run.
+
+    Args:
+        worker: runs the actions, and calls `begin` and `after` around each.
+        rounds: what the tracer gave; it hears of rounds and decides.
+    """
+
+    def __init__(self, worker: Worker, rounds: RoundNoter):
         self.worker, self.rounds, self.actions = worker, rounds, worker.actions
-        of = {(id(m.cut), m.share) for m in worker.microbatches}
+        kinds_of_microbatch = {(id(m.cut), m.share) for m in worker.microbatches}
+        # An observer of gradients is to see each microbatch's.
         observed = any(h.observes for h in worker.frame.handlers)
-        alike = len(of) == 1 and not observed
-        # Parameters that change are no longer those that the round before has found.
-        alike = alike and not any(a.of_kind.updates for a in self.actions)
-        self.stretches = stretches(tuple(self.actions)) if alike else {}
-        self.start = self.stop = self.size = self.by = 0  # of the stretch that runs
+        alike = len(kinds_of_microbatch) == 1 and not observed
+        # After an update a round finds other parameters than the round before it.
+        alike = alike and not any(a.traits.updates for a in self.actions)
+        self.repeats = find_repeats(tuple(self.actions)) if alike else {}
+        # Of the stretch of repeated rounds that runs: positions in the row, actions in
+        # a round, and by how much microbatches grow from round to round.
+        self.repeat_start = self.repeat_end = self.round_size = self.shift = 0
 
-    def begin(self, at: int) -> None:
-        """Hears that action ``at`` begins."""
-        if at in self.stretches:
-            self.size, self.by, more = self.stretches[at]
-            self.start, self.stop = at, at + self.size * (1 + more)
+    def begin(self, position: int) -> None:
+        """Tells the tracer that the action at this position of the row begins."""
+        if position in self.repeats:
+            self.round_size, self.shift, more_rounds = self.repeats[position]
+            self.repeat_start, self.repeat_end = (
+                position,
+                position + self.round_size * (1 + more_rounds),
+            )
             self.rounds.anew()
-        a = self.actions[at]
-        self.rounds.begin((a.kind, a.stage, a.peer), a.microbatch)
+        action = self.actions[position]
+        self.rounds.begin((action.kind, action.stage, action.peer), action.microbatch)
 
-    def after(self, at: int) -> Sequence[Action]:
-        """Hears that action ``at`` is over; returns the next ones that are noted."""
-        here = at + 1
-        if not self.start < here < self.stop or (here - self.start) % self.size:
+    def after(self, position: int) -> Sequence[Action]:
+        """Ends the action at this position; returns the next ones, which are noted."""
+        next_position = position + 1
+        if (
+            not self.repeat_start < next_position < self.repeat_end
+            or (next_position - self.repeat_start) % self.round_size
+        ):
             return ()
-        ran = self.actions[here - self.size : here]
+        ran = self.actions[next_position - self.round_size : next_position]
         worker, first = self.worker, ran[0].microbatch
         in_flight = {key[2] for table in worker.tables for key in table}
-        # The values in flight, by microbatches after the first of the round.
+        # What is in flight, with microbatches counted from the round's first: two
+        # rounds that begin alike have equal tables.
         tables = [
             sorted((str(k[0]), k[1], k[2] - first, *k[3:]) for k in table)
             for table in worker.tables
@@ -403,9 +488,9 @@ class ScheduleRounds:
                     *(runtime.sums for _, runtime in worker.frame.runtimes),
                 ],
                 state=tables,
-                remaining=(self.stop - here) // self.size,
+                remaining=(self.repeat_end - next_position) // self.round_size,
                 microbatch=first,
-                stride=self.by,
+                stride=self.shift,
                 in_flight=in_flight | {a.microbatch for a in ran},
                 lasting=[
                     x for x in tree.leaves(worker.results) if isinstance(x, Tensor)
@@ -413,61 +498,78 @@ class ScheduleRounds:
             )
         )
         if noted:
-            self._rename(noted, {a.microbatch for a in ran if a.of_kind.is_forward})
-        return self.actions[here : here + noted * self.size]
+            self._rename(noted, {a.microbatch for a in ran if a.traits.is_forward})
+        return self.actions[next_position : next_position + noted * self.round_size]
 
     def carried(self) -> Carried:
-        """The gradients so far."""
-        grads = [x.grad for x in self.worker.values if x.grad is not None]
+        """Returns the gradients so far, which the next round adds to."""
+        grads = [x.grad for x in self.worker.grad_leaves if x.grad is not None]
         return Carried(grads, {})
 
     def _rename(self, noted: int, forwards: set[int]) -> None:
-        """Takes what is in flight for what the last round that is noted would leave."""
-        worker, last = self.worker, noted * self.by
-        made = {m: worker.results[m] for m in forwards if m in worker.results}
-        for by in range(self.by, last + 1, self.by):
-            stand_in = partial(self._stand_in, by)
-            worker.results |= {m + by: tree.map(stand_in, x) for m, x in made.items()}
-        for table in worker.tables:
-            moved = {(*k[:2], k[2] + last, *k[3:]): x for k, x in table.items()}
-            table.clear()
-            table.update(moved)
+        """Renames what is in flight to what the last noted round would leave.
 
-    def _stand_in(self, by: int, x: Any) -> Any:
-        return self.rounds.stand_in(x, by) if isinstance(x, Tensor) else x
+        Args:
+            noted: how many rounds were noted.
+            forwards: microbatches whose forward was in the round that ran last.
+        """
+        worker, total_shift = self.worker, noted * self.shift
+        results = {m: worker.results[m] for m in forwards if m in worker.results}
+        for shift in range(self.shift, total_shift + 1, self.shift):
+            stand_in = partial(self._stand_in, shift)
+            worker.results |= {
+                m + shift: tree.map(stand_in, x) for m, x in results.items()
+            }
+        for table in worker.tables:
+            shifted: dict[Any, Any] = {
+                (*k[:2], k[2] + total_shift, *k[3:]): x for k, x in table.items()
+            }
+            table.clear()
+            table.update(shifted)
+
+    def _stand_in(self, shift: int, x: Leaf) -> Leaf:
+        return self.rounds.stand_in(x, shift) if isinstance(x, Tensor) else x
 
 
 @lru_cache(maxsize=256)
-def stretches(row: tuple[Action, ...]) -> dict[int, tuple[int, int, int]]:
-    """Return where a row comes to the same actions again, of later microbatches.
+def find_repeats(row: tuple[Action, ...]) -> dict[int, tuple[int, int, int]]:
+    """Returns where a row comes to the same actions again, with later microbatches.
 
-    By the place where such a stretch begins: how many actions a round has, by how much
-    its microbatches come later than those of the round before, and how many more rounds
-    there may be after the first. The last actions of a kind, and the last microbatch's,
-    are in none of those.
+    Returns:
+        by the position where the first of some equal rounds begins: how many actions a
+        round has, by how much its microbatches are later than those of the round
+        before, and how many rounds follow the first. The last action of each kind, and
+        those of the last microbatch, are in no such round: they may end something.
 
     >>> from fsfunc.pipelining.actions import parse
-    >>> stretches(parse(["F0 F1 B0 F2 B1 F3 B2 F4 B3 F5 B4 B5"])[0])
+    >>> find_repeats(parse(["F0 F1 B0 F2 B1 F3 B2 F4 B3 F5 B4 B5"])[0])
     {1: (2, 1, 3)}
     """
-    what = [(a.kind, a.stage, a.peer) for a in row]
-    number = [a.microbatch for a in row]
-    last = {kind: i for i, kind in enumerate(what)}
-    most = max(number, default=0)
-    special = [i for i in range(len(row)) if last[what[i]] == i or number[i] == most]
-    found, i = dict[int, tuple[int, int, int]](), 0
+    kinds = [(a.kind, a.stage, a.peer) for a in row]
+    microbatches = [a.microbatch for a in row]
+    last_of_kind = {kind: i for i, kind in enumerate(kinds)}
+    last_microbatch = max(microbatches, default=0)
+    special = [
+        i
+        for i in range(len(row))
+        if last_of_kind[kinds[i]] == i or microbatches[i] == last_microbatch
+    ]
+    repeats, i = dict[int, tuple[int, int, int]](), 0
     while i < len(row):
         end = next((j for j in special if j >= i), len(row))
         for size in range(1, (end - i) // 3 + 1):
-            by, j = number[i + size] - number[i], i
-            while j + size < end and by > 0:
-                same = what[j + size] == what[j] and number[j + size] - number[j] == by
-                if not same:
+            shift, j = microbatches[i + size] - microbatches[i], i
+            while j + size < end and shift > 0:
+                is_same = (
+                    kinds[j + size] == kinds[j]
+                    and microbatches[j + size] - microbatches[j] == shift
+                )
+                if not is_same:
                     break
                 j += 1
             if j - i >= 2 * size:
-                found[i] = size, by, (j - i) // size
+                repeats[i] = size, shift, (j - i) // size
                 i = j + size - 1
                 break
         i += 1
-    return found
+    return repeats

@@ -1,10 +1,16 @@
-"""Gradients of single microbatches in a pipeline, for ``observe_gradients``."""
+"""Gradients of single microbatches in a pipeline, for ``observe_gradients``.
+
+A pipeline sums the gradients of all microbatches in ``.grad``. An observer, such as
+`optim.adaptive_scale`, is to see each microbatch's own: so `runtime.Worker` puts
+`SampleGradients.observing` around each backward, which sets the sums aside and adds
+them again after it.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Protocol
 
 from torch import Tensor
 
@@ -18,25 +24,36 @@ from fsfunc.runtime.memory_spaces import space_of
 from fsfunc.sharded.leaf import is_sharded
 
 
+class SampleObserver(Protocol):
+    """An observer of gradients, as `optim.adaptive_scale` makes it."""
+
+    def begins(self, call: GradientCall) -> None: ...
+    def lies_along(self, axes: tuple[str, ...], leaves: Sequence[Tensor]) -> None: ...
+    def see(self, gradient: Tensor, axes: tuple[str, ...]) -> None: ...
+    def ends(self, outcome: Outcome) -> None: ...
+
+
 class Placed(Protocol):
-    """What of a `runtime.Worker` says where which microbatches run."""
+    """The fields of a `runtime.Worker` that say where which microbatches run."""
 
     microbatches: Sequence[Microbatch]
     owners: Sequence[int]
-    where: RankGroup
+    rank_group: RankGroup
 
 
 class SampleGradients:
     """Shows observers each microbatch's gradients, as this rank's stages make them.
 
-    Those of packed buffers are shown by the ``shard`` that reduces them. The others are
-    kept apart for each microbatch; those of a leaf of several stages are summed first.
+    Gradients of packed buffers are not shown here, but by the ``shard`` that reduces
+    them. If several stages use a leaf, their parts of its gradient are summed before
+    they are shown.
 
     Args:
-        observers: ``GradientObserver`` handlers.
-        call: the gradient call; ``leaves``: what it differentiates; ``values``: those
-            that autograd differentiates.
-        worker: the `runtime.Worker` that will run its microbatches.
+        observers: what is shown the gradients.
+        call: the gradient call.
+        leaves: what the call differentiates.
+        grad_leaves: those of ``leaves`` that autograd differentiates.
+        worker: the `runtime.Worker` that will run the call's microbatches.
 
     Raises:
         LawError: a gradient call without units, which every rank of the pipeline
@@ -46,10 +63,10 @@ class SampleGradients:
 
     def __init__(
         self,
-        observers: Sequence[Any],
+        observers: Sequence[SampleObserver],
         call: GradientCall,
         leaves: Leaves,
-        values: Sequence[Tensor],
+        grad_leaves: Sequence[Tensor],
         worker: Placed,
     ):
         batches, owners = worker.microbatches, worker.owners
@@ -58,62 +75,74 @@ class SampleGradients:
             raise LawError(UNSEEN.format("a pipeline runs another gradient call"))
         if any(batch.share != share for batch in batches):
             raise LawError(UNSEEN.format("microbatches have unlike numbers of rows"))
-        self.observers, self.values, self.count = observers, values, len(batches)
-        # By stage of this rank, the values that it uses; by value, how many do.
-        self.used: dict[int, list[int]] = {s: [] for s in range(len(owners))}
-        self.users: list[int] = []
+        self.observers, self.grad_leaves = observers, grad_leaves
+        self.n_samples = len(batches)
+        # By stage, the indices of the leaves that it uses; by leaf, how many stages do.
+        self.used_by_stage: dict[int, list[int]] = {s: [] for s in range(len(owners))}
+        self.n_users: list[int] = []
         self.axes: list[tuple[str, ...]] = []
-        self.held: dict[tuple[int, int], tuple[int, Tensor | None]] = {}
+        # By leaf and microbatch: the stages still to come, and the sum so far.
+        self.partial_sums: dict[tuple[int, int], tuple[int, Tensor | None]] = {}
         paths = tree.paths([call.args[i] for i in call.argnums], is_leaf=is_sharded)
         if tuple(call.argnums) == (0,):  # what the program has as its parameters
             paths = [path.partition("/")[2] for path in paths]
         for i in (*leaves.tensor_positions, *leaves.packed_positions):
-            mine = [s.number for s in stages if paths[i] in s.leaves | s.reads]
-            if len({owners[s] for s in mine}) > 1:
-                why = f"stages on several ranks use {paths[i]!r}"
-                raise LawError(UNSEEN.format(why))
+            stages_reading = [
+                s.number for s in stages if paths[i] in s.leaves | s.reads
+            ]
+            if len({owners[s] for s in stages_reading}) > 1:
+                reason = f"stages on several ranks use {paths[i]!r}"
+                raise LawError(UNSEEN.format(reason))
             if i in leaves.tensor_positions:
-                for s in mine:
-                    self.used[s].append(len(self.users))
-                self.users.append(len(mine))
+                for s in stages_reading:
+                    self.used_by_stage[s].append(len(self.n_users))
+                self.n_users.append(len(stages_reading))
                 leaf = leaves.leaves[i]
                 self.axes.append(leaf.layout.split_axes if is_sharded(leaf) else ())
         flats = [leaves.leaves[i].packed.flat for i in leaves.packed_positions]
-        known = [*values, *(space_of(x).on_device(x) for x in flats)]
+        known_tensors = [*grad_leaves, *(space_of(x).on_device(x) for x in flats)]
         for observer in observers:
             observer.begins(call.replace(cotangent=call.cotangent * share))
-            observer.lies_along(worker.where.axis, known)
+            observer.lies_along(worker.rank_group.axis, known_tensors)
 
     @contextmanager
-    def of(self, stage: int, microbatch: int) -> Iterator[None]:
-        """Around what adds the gradients of a stage and microbatch to the values'."""
-        sums = [x.grad for x in self.values]
-        for x in self.values:
+    def observing(self, stage: int, microbatch: int) -> Iterator[None]:
+        """Surrounds a backward, and shows what it adds to the leaves' ``.grad``.
+
+        Args:
+            stage, microbatch: whose backward it is.
+        """
+        sums = [x.grad for x in self.grad_leaves]
+        for x in self.grad_leaves:
             x.grad = None
         yield
-        for k, (x, before) in enumerate(zip(self.values, sums, strict=True)):
+        for k, (x, sum_before) in enumerate(zip(self.grad_leaves, sums, strict=True)):
             g = x.grad
-            if k in self.used[stage]:
-                self._show(k, microbatch, g)
+            if k in self.used_by_stage[stage]:
+                self._show_when_complete(k, microbatch, g)
             elif g is not None:
                 raise RuntimeError(f"stage {stage} reads what its program does not")
-            if before is not None:
-                x.grad = before if g is None else before.add_(g)
+            # In place, as the backward itself would have added it.
+            if sum_before is not None:
+                x.grad = sum_before if g is None else sum_before.add_(g)
 
-    def _show(self, k: int, microbatch: int, g: Tensor | None) -> None:
-        """Shows what a stage adds to a value's gradient, with what others added."""
-        due, held = self.held.pop((k, microbatch), (self.users[k], None))
-        if held is not None:
-            g = held if g is None else held.add_(g)
-        if due > 1:
-            own = g.clone() if held is None and g is not None else g
-            self.held[k, microbatch] = due - 1, own
+    def _show_when_complete(self, k: int, microbatch: int, g: Tensor | None) -> None:
+        """Shows the gradient of leaf ``k`` once all stages that use it have added."""
+        n_left, partial = self.partial_sums.pop(
+            (k, microbatch), (self.n_users[k], None)
+        )
+        if partial is not None:
+            g = partial if g is None else partial.add_(g)
+        if n_left > 1:
+            # A copy, as this tensor may become part of ``.grad``, which is written.
+            partial_sum = g.clone() if partial is None and g is not None else g
+            self.partial_sums[k, microbatch] = n_left - 1, partial_sum
         elif g is not None:
             for observer in self.observers:
                 observer.see(g, self.axes[k])
 
     def end(self, total: Tensor, weight: Tensor | None) -> None:
-        """Counts the samples of a loss with this outcome."""
+        """Tells the observers that the samples of a loss with this outcome are done."""
         for observer in self.observers:
-            for _ in range(self.count):
+            for _ in range(self.n_samples):
                 observer.ends(Outcome(total, weight, (), None))

@@ -1,13 +1,16 @@
-"""The schedules of a pipeline, what reads them, and a search: `ff.schedules`.
+"""The named schedules of a pipeline, and a search for one: `ff.schedules`.
 
-A schedule is made by a pure function `(n_stages, n_microbatches, **options)` and is a
-tuple of actions for each rank; a list of rows of text, read by `parse`, is one too.
+A schedule is made by a pure function `(n_stages, n_microbatches, **options)`, which
+``pipeline(schedule=)`` calls. It is a tuple of actions for each rank (see `actions`).
+In the costs below P is the number of ranks, M of microbatches, v of stages a rank; f, i
+and w are the times of F, I and W for all stages of a rank, and b = i + w.
 
-With whole backwards, four of them differ in three things only: the order of a rank's
+The four with whole backwards (B) differ in three things only: the order of a rank's
 forwards, the order of its backwards, and how many forwards it runs before the first
-backward. With split ones, the gradient of the inputs (I) is what the stage before waits
-for; that of the parameters (W) can come at any later time, and fill what would be a
-bubble. Only it gives the activations back. An asynchronous one updates in between.
+backward. If the backward is split, the stage before waits for the gradient of the
+inputs (I) alone. That of the parameters (W) can come at any later time, and fill what
+would be a bubble; the activations are freed after it. An asynchronous schedule updates
+in between.
 
 No closed form is best for every number of microbatches and every cost: `greedy` plays
 the pipeline forward in time under a few rules of thumb, adds the named schedules, and
@@ -36,7 +39,7 @@ _Pairs = list[tuple[int, int]]  # (stage, microbatch)
 
 
 def gpipe(n_stages: int, n_microbatches: int) -> Schedule:
-    """Return the schedule of all forwards, then all backwards, one stage a rank.
+    """Returns the schedule of all forwards, then all backwards, one stage a rank.
 
     Args:
         n_stages: stages, as many as ranks.
@@ -52,13 +55,13 @@ def gpipe(n_stages: int, n_microbatches: int) -> Schedule:
     0: F0 F1 F2 B0 B1 B2
     1: F0 F1 F2 B0 B1 B2
     """
-    actions.ranks_for(n_stages, n_microbatches)
+    actions.count_ranks(n_stages, n_microbatches)
     runs = [[(rank, m) for m in range(n_microbatches)] for rank in range(n_stages)]
     return tuple(_alternating(run, run, n_microbatches) for run in runs)
 
 
 def one_f_one_b(n_stages: int, n_microbatches: int) -> Schedule:
-    """Return the schedule in which a rank takes a backward as soon as one can come.
+    """Returns the schedule in which a rank takes a backward as soon as one can come.
 
     Rank r runs P-1-r forwards, then one forward and one backward in turn.
 
@@ -76,7 +79,7 @@ def one_f_one_b(n_stages: int, n_microbatches: int) -> Schedule:
     0: F0 F1 B0 F2 B1 B2
     1: F0 B0 F1 B1 F2 B2
     """
-    actions.ranks_for(n_stages, n_microbatches)
+    actions.count_ranks(n_stages, n_microbatches)
     runs = [[(rank, m) for m in range(n_microbatches)] for rank in range(n_stages)]
     return tuple(
         _alternating(run, run, n_stages - 1 - rank) for rank, run in enumerate(runs)
@@ -84,7 +87,7 @@ def one_f_one_b(n_stages: int, n_microbatches: int) -> Schedule:
 
 
 def looped_bfs(n_stages: int, n_microbatches: int, *, chunks: int = 2) -> Schedule:
-    """Return GPipe over several stages a rank: each stage takes all microbatches.
+    """Returns GPipe over several stages a rank: each stage takes all microbatches.
 
     Stage s is on rank s % P. The backwards run in the mirrored order.
 
@@ -103,7 +106,7 @@ def looped_bfs(n_stages: int, n_microbatches: int, *, chunks: int = 2) -> Schedu
     0: F0@0 F1@0 F0@2 F1@2 B1@2 B0@2 B1@0 B0@0
     1: F0@1 F1@1 F0@3 F1@3 B1@3 B0@3 B1@1 B0@1
     """
-    ranks = actions.ranks_for(n_stages, n_microbatches, chunks)
+    ranks = actions.count_ranks(n_stages, n_microbatches, chunks)
     rows = []
     for rank in range(ranks):
         stages = range(rank, n_stages, ranks)
@@ -115,7 +118,7 @@ def looped_bfs(n_stages: int, n_microbatches: int, *, chunks: int = 2) -> Schedu
 def interleaved_1f1b(
     n_stages: int, n_microbatches: int, *, chunks: int = 2
 ) -> Schedule:
-    """Return 1F1B over several stages a rank, which divides the bubble by them.
+    """Returns 1F1B over several stages a rank, which divides the bubble by them.
 
     Stage s is on rank s % P. Microbatches go in rounds of P (of nearly P where M is
     no multiple of it): each stage of a rank takes a round before the next stage does.
@@ -136,8 +139,8 @@ def interleaved_1f1b(
     0: F0@0 F1@0 F0@2 F1@2 B0@2 B1@2 B0@0 B1@0
     1: F0@1 F1@1 F0@3 B0@3 F1@3 B1@3 B0@1 B1@1
     """
-    ranks = actions.ranks_for(n_stages, n_microbatches, chunks)
-    rounds = actions.rounds_of(n_microbatches, ranks)
+    ranks = actions.count_ranks(n_stages, n_microbatches, chunks)
+    rounds = actions.split_into_rounds(n_microbatches, ranks)
     rows = []
     for rank in range(ranks):
         stages = range(rank, n_stages, ranks)
@@ -155,7 +158,7 @@ def _by_round(rounds: Iterable[range], stages: Iterable[int]) -> _Pairs:
 
 
 def _alternating(forwards: _Pairs, backwards: _Pairs, ahead: int) -> tuple[Action, ...]:
-    """Return `ahead` forwards, then a forward and a backward in turn, then the rest."""
+    """Returns `ahead` forwards, then forward and backward in turn, then the others."""
     ahead = min(ahead, len(forwards))
     row = [Action("F", *pair) for pair in forwards[:ahead]]
     for forward, backward in zip(forwards[ahead:], backwards, strict=False):
@@ -165,7 +168,7 @@ def _alternating(forwards: _Pairs, backwards: _Pairs, ahead: int) -> tuple[Actio
 
 
 def zb_h1(n_stages: int, n_microbatches: int) -> Schedule:
-    """Return 1F1B with the backwards split and W put off by a rank's number.
+    """Returns 1F1B with the backwards split and W put off by a rank's number.
 
     Args:
         n_stages: stages, as many as ranks.
@@ -182,7 +185,7 @@ def zb_h1(n_stages: int, n_microbatches: int) -> Schedule:
     0: F0 F1 I0 W0 F2 I1 W1 I2 W2
     1: F0 I0 F1 I1 W0 F2 I2 W1 W2
     """
-    actions.ranks_for(n_stages, n_microbatches)
+    actions.count_ranks(n_stages, n_microbatches)
     rows = []
     for rank in range(n_stages):
         ahead = min(n_stages - 1 - rank, n_microbatches)
@@ -193,13 +196,15 @@ def zb_h1(n_stages: int, n_microbatches: int) -> Schedule:
             )
         pattern += ["W"] * min(rank, n_microbatches)
         rows.append(
-            actions.numbered([(kind, rank) for kind in pattern], n_microbatches)
+            actions.number_microbatches(
+                [(kind, rank) for kind in pattern], n_microbatches
+            )
         )
     return tuple(rows)
 
 
 def zb_v(n_stages: int, n_microbatches: int, *, chunks: int = 2) -> Schedule:
-    """Return the zero-bubble schedule of two stages a rank, laid out as a V.
+    """Returns the zero-bubble schedule of two stages a rank, laid out as a V.
 
     Rank r has the stages r and 2P-1-r, so that the first and the last stage are on
     one rank and the loss's gradient starts where the forward began.
@@ -222,29 +227,31 @@ def zb_v(n_stages: int, n_microbatches: int, *, chunks: int = 2) -> Schedule:
     """
     if chunks != 2:
         raise ScheduleError(f"zb_v has 2 stages on each rank, got chunks={chunks}")
-    ranks = actions.ranks_for(n_stages, n_microbatches, chunks)
+    ranks = actions.count_ranks(n_stages, n_microbatches, chunks)
     count = max(n_microbatches, 2 * ranks - 1)
     rows = []
     for rank in range(ranks):
         F0, I0, W0 = (("F", rank), ("I", rank), ("W", rank))
         last = n_stages - 1 - rank
         F1, I1, W1 = (("F", last), ("I", last), ("W", last))
+        # The paper's V for 2P-1 microbatches, part by part: forwards down the V, a
+        # steady state of F, I and W in both stages, and the weight gradients left over.
         below = ranks - rank
         pattern = [F0] * (2 * below - 1) + [F1, F0] * rank + [F1, I1, W1] * below
         fresh = count - (2 * ranks - 1 - rank)  # forwards of the first stage left
         pattern += [F0, I0, W0, F1, I1, W1] * fresh
         pattern += [I0, W0, F1, I1, W1] * (count - ranks - fresh)
         pattern += [I0, I1] * rank + [I0, W0] * below + [W1] * rank + [W0] * rank
-        rows.append(actions.numbered(pattern, n_microbatches))
+        rows.append(actions.number_microbatches(pattern, n_microbatches))
     return tuple(rows)
 
 
 def asynchronous(n_stages: int, n_microbatches: int, *, interval: int = 1) -> Schedule:
-    """Return 1F1B in which a stage updates as soon as it has gradients.
+    """Returns 1F1B in which a stage updates as soon as it has gradients.
 
     Each stage updates its parameters after every `interval`-th backward, and at the
-    end by what is left. A forward uses the parameters as they then are; a backward
-    those of its own forward. `staleness` says what comes of it.
+    end by the gradients that remain. A forward uses the parameters as they then are; a
+    backward uses those of its own forward. `staleness` counts the updates between them.
 
     Args:
         n_stages: stages, as many as ranks.
@@ -267,25 +274,24 @@ def asynchronous(n_stages: int, n_microbatches: int, *, interval: int = 1) -> Sc
         raise ScheduleError(f"interval must be an integer from 1 on, got {interval!r}")
     rows = []
     for row in one_f_one_b(n_stages, n_microbatches):
-        made: list[Action] = []
+        extended_row: list[Action] = []
         for action in row:
-            made.append(action)
+            extended_row.append(action)
             count = action.microbatch + 1
-            due = action.of_kind.ends_gradients
-            if due and not (count % interval and count < n_microbatches):
-                made.append(Action("U", action.stage, action.microbatch))
-        rows.append(tuple(made))
+            is_due = action.traits.ends_gradients
+            if is_due and not (count % interval and count < n_microbatches):
+                extended_row.append(Action("U", action.stage, action.microbatch))
+        rows.append(tuple(extended_row))
     return tuple(rows)
 
 
 def staleness(schedule: Schedule) -> tuple[tuple[int, ...], ...]:
-    """Return how many updates come between a forward and its backward.
+    """Returns how many updates come between a forward and its backward.
 
-    By rank, and there by microbatch: how many updates old the parameters are of which
-    the gradient is taken, when it is there (after B or W). In `asynchronous(P, M,
-    interval=k)`, with w = P-1-r, it is m // k - max(0, m - w) // k on rank r for
-    microbatch m; so min(m, P-1-r) at interval 1, and 0 on the last rank. Without
-    updates it is 0.
+    Entry [r][m] is how many updates old, on rank r, the parameters of microbatch m's
+    gradient are when that gradient is complete (after B or W). In `asynchronous(P, M,
+    interval=k)` it is m // k - max(0, m - w) // k with w = P-1-r; so min(m, P-1-r) at
+    interval 1, and 0 on the last rank. Without updates it is 0.
 
     Raises:
         ScheduleError: a rank with several stages, or a microbatch without a backward.
@@ -297,17 +303,17 @@ def staleness(schedule: Schedule) -> tuple[tuple[int, ...], ...]:
     for rank, row in enumerate(schedule):
         if len({action.stage for action in row}) > 1:
             raise ScheduleError(f"rank {rank} has several stages: staleness is of one")
-        updates, before, found = 0, dict[int, int](), dict[int, int]()
+        updates, updates_before, ages = 0, dict[int, int](), dict[int, int]()
         for action in row:
-            if action.of_kind.updates:
+            if action.traits.updates:
                 updates += 1
-            elif action.of_kind.is_forward:
-                before[action.microbatch] = updates
-            elif action.of_kind.ends_gradients:
-                found[action.microbatch] = updates - before[action.microbatch]
-        if found.keys() != before.keys():
+            elif action.traits.is_forward:
+                updates_before[action.microbatch] = updates
+            elif action.traits.ends_gradients:
+                ages[action.microbatch] = updates - updates_before[action.microbatch]
+        if ages.keys() != updates_before.keys():
             raise ScheduleError(f"rank {rank} has forwards without a backward")
-        rows.append(tuple(found[m] for m in sorted(found)))
+        rows.append(tuple(ages[m] for m in sorted(ages)))
     return tuple(rows)
 
 
@@ -319,18 +325,19 @@ def greedy(
     memory_bound: float | None = None,
     chunks: int = 1,
 ) -> Schedule:
-    """Return the schedule with the least makespan of those found within the bound.
+    """Returns the schedule of least makespan among some that keep to the memory bound.
 
-    Found are the named schedules of as many stages a rank, and what greedy play gives:
-    a rank that is free takes what is ready, by a rule; each rule is tried, with the
-    stages laid out round and round and to and fro. Of equals the one that holds less.
+    Tried are the named schedules with as many stages a rank, and schedules from greedy
+    play: a rank that is free takes what is ready, by a rule. Each rule is tried with
+    stages placed round and round (0 1 0 1) and to and fro (0 1 1 0). Of equally long
+    schedules the one that saves fewer activations is returned.
 
     Args:
         n_stages: all stages, P * chunks.
         n_microbatches: microbatches of a batch, from 1 on.
         costs: what actions cost; None: f = i = w = 1 for a rank's stages together.
-        memory_bound: the most microbatches that a rank may hold (see `held`), from 1
-            on; None: any.
+        memory_bound: the most microbatches whose activations a rank may save (see
+            `verification.peak_microbatches`), from 1 on; None: any.
         chunks: stages on each rank.
 
     Raises:
@@ -340,40 +347,45 @@ def greedy(
     Cost: plays the pipeline once for each rule: time in proportion to the actions.
 
     >>> from fsfunc.pipelining.timing import bubble
-    >>> from fsfunc.pipelining.verification import held
+    >>> from fsfunc.pipelining.verification import peak_microbatches as peaks
     >>> short = greedy(8, 4, chunks=2)  # too few microbatches for zb_v
-    >>> bubble(zb_v(8, 4)), bubble(short), max(held(zb_v(8, 4))), max(held(short))
+    >>> bubble(zb_v(8, 4)), bubble(short), max(peaks(zb_v(8, 4))), max(peaks(short))
     (3.0, 1.5, 4.0, 4.0)
     >>> bubble(greedy(4, 8)), bubble(greedy(4, 8, memory_bound=3))
     (3.0, 9.0)
     """
     costs = timing.Costs() if costs is None else costs
-    ranks = actions.ranks_for(n_stages, n_microbatches, chunks)
+    ranks = actions.count_ranks(n_stages, n_microbatches, chunks)
     if memory_bound is not None and not memory_bound >= 1:
         raise ScheduleError(
             f"memory_bound={memory_bound}: a rank has to hold one microbatch at least"
         )
-    found = [
+    schedules = [
         schedule
         for schedule in _named(n_stages, n_microbatches, chunks)
-        if memory_bound is None or max(verification.held(schedule)) <= memory_bound
+        if memory_bound is None
+        or max(verification.peak_microbatches(schedule)) <= memory_bound
     ]
+    # The bound counts microbatches of all a rank's stages; a play counts those of one.
     bound = n_microbatches if memory_bound is None else memory_bound
     counts = range(chunks, n_microbatches * chunks + 1)
     room = max(count for count in counts if count / chunks <= bound)
     for placement in _placements(ranks, chunks):
         for rule in _RULES:
-            found.append(_Play(placement, n_microbatches, costs, room, rule).run())
+            schedules.append(_Play(placement, n_microbatches, costs, room, rule).run())
 
-    def order(each: Schedule) -> tuple[float, float]:
-        ends = (event.end for event in timing.simulate(each, costs))
-        return max(ends), max(verification.held(each))
+    def order(schedule: Schedule) -> tuple[float, float]:
+        ends = (event.end for event in timing.simulate(schedule, costs))
+        return max(ends), max(verification.peak_microbatches(schedule))
 
-    return min(found, key=order)
+    return min(schedules, key=order)
 
 
 def _named(n_stages: int, n_microbatches: int, chunks: int) -> Iterator[Schedule]:
-    """Yield the named schedules of so many stages a rank, the frugal ones first."""
+    """Yields the named schedules of so many stages a rank.
+
+    Frugal ones first: of two that are equally good, `min` returns the first.
+    """
     if chunks == 1:
         for make in (one_f_one_b, zb_h1, gpipe):
             yield make(n_stages, n_microbatches)
@@ -385,22 +397,22 @@ def _named(n_stages: int, n_microbatches: int, chunks: int) -> Iterator[Schedule
 
 
 def _placements(ranks: int, chunks: int) -> list[list[int]]:
-    """Return the ranks of the stages: round and round, and to and fro."""
+    """Returns lists of the rank of each stage: round and round, and to and fro."""
     order = list(range(ranks))
-    rounds = order * chunks
-    turns = [rank for n in range(chunks) for rank in order[:: -1 if n % 2 else 1]]
-    return [rounds] if rounds == turns else [rounds, turns]
+    looped = order * chunks
+    zigzag = [rank for n in range(chunks) for rank in order[:: -1 if n % 2 else 1]]
+    return [looped] if looped == zigzag else [looped, zigzag]
 
 
 @dataclass(frozen=True)
 class _Rule:
-    """The choice of a free rank: an I that is ready, else an F, else a W.
+    """How a free rank chooses: an I that is ready, else an F, else a W.
 
     Args:
-        deep: of several forwards that of the last stage; else that of the earliest
-            round of P microbatches, and there of the first stage.
-        patience: leave a W where an I or F is known to become ready before this share
-            of the W's time has passed.
+        deep: whether it takes, of several forwards, that of the last stage; if not,
+            that of the earliest round of P microbatches, and there of the first stage.
+        patience: a rank idles instead of starting a W if an I or F is known to become
+            ready before this share of the W's time has passed.
     """
 
     deep: bool
@@ -414,12 +426,12 @@ _RULES = [_Rule(*each) for each in product([True, False], [0.0, 0.5, 1.0])]
 class _Play(player.Player):
     """The pipeline played in time, each rank choosing what it starts when it is free.
 
-    Every stage goes by microbatch.
+    Each stage takes the microbatches in their order.
 
     Args:
         owners: the rank of each stage.
-        count: microbatches.
-        room: what a rank may hold, in microbatches of one of its stages.
+        count: how many microbatches there are.
+        room: the most activations that a rank may save, in microbatches of one stage.
     """
 
     owners: list[int]
@@ -433,11 +445,11 @@ class _Play(player.Player):
         ranks = max(self.owners) + 1
         stages = list(enumerate(self.owners))
         self.chunks = len(stages) // ranks
-        self.mine = [[s for s, r in stages if r == k] for k in range(ranks)]
+        self.stages_of_rank = [[s for s, r in stages if r == k] for k in range(ranks)]
         self.rows: list[list[Action]] = [[] for _ in range(ranks)]
-        self.free: list[float] = [0] * ranks  # when its last action ends
-        self.holds = [0] * ranks
-        # The ends of each stage's actions of a kind: as many as there have been.
+        self.free_at: list[float] = [0] * ranks  # when its last action ends
+        self.saved = [0] * ranks
+        # By kind and stage: when the actions so far end, by microbatch.
         self.ends: dict[str, list[list[float]]] = {
             kind: [[] for _ in self.owners] for kind in "FIW"
         }
@@ -448,28 +460,28 @@ class _Play(player.Player):
 
     def _rank(self, rank: int) -> Iterator[None]:
         while True:
-            if self.free[rank] <= self.now:
+            if self.free_at[rank] <= self.now:
                 choice = self._choose(rank, self.now)
                 if choice is not None:
                     self._start(rank, self.now, *choice)
             yield
 
     def _choose(self, rank: int, now: float) -> tuple[str, int] | None:
-        """Return the kind and stage of what the rank starts now, None for nothing."""
+        """Returns the kind and stage of what the rank starts now, None for nothing."""
         ready: dict[str, list[tuple[int, int]]] = {"I": [], "F": [], "W": []}
         soon = inf
-        for stage in self.mine[rank]:
+        for stage in self.stages_of_rank[rank]:
             for kind in "IF":
-                time = self._time(kind, stage)
+                time = self._ready_time(kind, stage)
                 if time <= now:
-                    earliest = len(self.ends[kind][stage]) // len(self.mine)
+                    earliest = len(self.ends[kind][stage]) // len(self.stages_of_rank)
                     deep = kind == "I" or self.rule.deep
                     ready[kind].append((0, -stage) if deep else (earliest, stage))
                 else:
                     soon = min(soon, time)
-            done = len(self.ends["W"][stage])
-            if done < len(self.ends["I"][stage]):
-                ready["W"].append((done, -stage))
+            n_done = len(self.ends["W"][stage])
+            if n_done < len(self.ends["I"][stage]):
+                ready["W"].append((n_done, -stage))
         for kind in "IF":
             if ready[kind]:
                 return kind, abs(min(ready[kind])[1])
@@ -480,12 +492,12 @@ class _Play(player.Player):
                 return "W", stage
         return None
 
-    def _time(self, kind: str, stage: int) -> float:
-        """Return when the stage's next F or I can start, inf where that is unknown."""
+    def _ready_time(self, kind: str, stage: int) -> float:
+        """Returns when the stage's next F or I can start, inf where that is unknown."""
         m = len(self.ends[kind][stage])
         rank = self.owners[stage]
         other = stage - 1 if kind == "F" else stage + 1
-        if m == self.count or kind == "F" and not self._fits(stage):
+        if m == self.count or kind == "F" and not self._has_room(stage):
             return inf
         time = 0.0
         if kind == "I":
@@ -495,17 +507,25 @@ class _Play(player.Player):
         if 0 <= other < len(self.owners):
             if m == len(self.ends[kind][other]):
                 return inf
-            far = self.owners[other] != rank
-            time = max(time, self.ends[kind][other][m] + far * self.costs.send)
+            crosses = self.owners[other] != rank
+            time = max(time, self.ends[kind][other][m] + crosses * self.costs.send)
         return time
 
-    def _fits(self, stage: int) -> bool:
-        """Return whether, after one more F, all under way can end, oldest first."""
+    def _has_room(self, stage: int) -> bool:
+        """Returns whether, after one more F, all under way can end, oldest first.
+
+        A greedy F that fills the memory with late microbatches could leave no room for
+        the forwards that the oldest one still needs in the rank's other stages: a
+        deadlock. So the rest of each microbatch under way is counted before the F.
+        """
         rank = self.owners[stage]
-        room = self.room - self.holds[rank] - 1
-        begun = [len(self.ends["F"][s]) + (s == stage) for s in self.mine[rank]]
-        ended = [len(self.ends["W"][s]) for s in self.mine[rank]]
+        room = self.room - self.saved[rank] - 1
+        begun = [
+            len(self.ends["F"][s]) + (s == stage) for s in self.stages_of_rank[rank]
+        ]
+        ended = [len(self.ends["W"][s]) for s in self.stages_of_rank[rank]]
         for m in range(min(ended), max(begun)):
+            # With room for one microbatch in all stages every later one can end too.
             if room >= self.chunks or room < 0:
                 break
             if room < sum(n <= m for n in begun):
@@ -518,8 +538,8 @@ class _Play(player.Player):
         end = now + self.costs.of(action, self.chunks)
         self.ends[kind][stage].append(end)
         self.rows[rank].append(action)
-        self.holds[rank] += action.of_kind.holds
-        self.free[rank] = end
+        self.saved[rank] += action.traits.activation_change
+        self.free_at[rank] = end
         self.wake(rank, end)
         other = stage + {"F": 1, "I": -1, "W": 0}[kind]
         if 0 <= other < len(self.owners):

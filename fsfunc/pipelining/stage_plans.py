@@ -1,17 +1,25 @@
-"""Programs cut into stages, and what each stage then takes, gets and sends.
+"""Traced losses cut into stages: what each stage computes, receives and sends.
 
-Of a pipelined function there is one for each shape of microbatch, all cut alike.
+A loss is traced once for each shape of microbatch (`tracing.tracer.trace`, on fake
+tensors), which gives its unit calls and what each depends on. `cut` splits the calls
+into runs of consecutive ones, a run for each stage::
+
+    calls:    embed  block  block | block  block  head      stages=[3, 3]
+    stage 0:  embed  block  block | ──output of call 2──▶   stage 1
+
+`handler` asks `Cuts.of` for the cut of each microbatch, and `stages.StageRun` obeys it.
+All programs of one loss are cut at the same calls, as parameters lie where their calls
+run.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, groupby, pairwise
 from math import inf, isfinite
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,7 +33,9 @@ from fsfunc.sharded.leaf import Sharded, is_sharded
 from fsfunc.tracing.groups import recorded_tensor
 from fsfunc.tracing.programs import Origins, Program, Spec, Value
 from fsfunc.tracing.tracer import trace
+from fsfunc.tree.types import Leaf, PyTree
 
+# As the user says where stages begin: how many calls each has, or the names of calls.
 Stages = Sequence[int] | Sequence[str] | None
 
 
@@ -36,10 +46,12 @@ class StagePlan:
     Args:
         number: its place among the stages.
         calls: the numbers of its unit calls; it ends after the last of them.
-        receives: values of earlier stages that its calls, or the loss, depend on.
-        leaves: paths of the parameters that its unit calls are given.
-        reads: paths of the parameters read outside units on their behalf.
-        makes_loss: whether it computes the loss: the last stage does.
+        receives: the values of earlier stages that its calls (in the last stage the
+            loss too) depend on.
+        leaves: the paths of the parameters that its unit calls are given.
+        reads: the paths of the parameters that the loss reads outside units, for what
+            this stage computes.
+        makes_loss: whether it is the last stage, which computes the loss.
     """
 
     number: int
@@ -52,60 +64,72 @@ class StagePlan:
 
 @dataclass(frozen=True)
 class Cut:
-    """A program in stages: what each has, and what travels from one to another."""
+    """A program in stages, and the values that travel between them."""
 
     program: Program
     stages: tuple[StagePlan, ...]
 
     @cached_property
-    def producers(self) -> dict[int, int]:
-        """The stage of each unit call."""
+    def stage_of_call(self) -> dict[int, int]:
+        """The stage of each unit call, by the call's number."""
         return {k: stage.number for stage in self.stages for k in stage.calls}
 
     @cached_property
     def messages(self) -> dict[tuple[int, int], tuple[Value, ...]]:
-        """The values sent from one stage to another, for each microbatch."""
-        found: dict[tuple[int, int], list[Value]] = {}
+        """By (producer stage, consumer stage): the values sent for each microbatch."""
+        values_between: dict[tuple[int, int], list[Value]] = {}
         for stage in self.stages:
             for value in stage.receives:
-                key = self.producers[value.call], stage.number
-                found.setdefault(key, []).append(value)
-        return {key: tuple(values) for key, values in found.items()}
+                key = self.stage_of_call[value.call], stage.number
+                values_between.setdefault(key, []).append(value)
+        return {key: tuple(values) for key, values in values_between.items()}
 
     def consumers(self, stage: int) -> list[tuple[int, tuple[Value, ...]]]:
-        """The stages that depend on this one, with the values that they use."""
-        return [(c, values) for (p, c), values in self.messages.items() if p == stage]
+        """Returns the stages that depend on this one, with the values that they use."""
+        return [
+            (consumer, values)
+            for (producer, consumer), values in self.messages.items()
+            if producer == stage
+        ]
 
     def producers_of(self, stage: int) -> list[tuple[int, list[Value]]]:
-        """The stages that this one depends on, with values whose gradients it gives."""
-        return [(p, self.returned(p, c)) for p, c in self.messages if c == stage]
+        """Returns the stages that this one sends gradients to, and of which values."""
+        return [
+            (producer, self.gradient_values(producer, consumer))
+            for producer, consumer in self.messages
+            if consumer == stage
+        ]
 
-    def returned(self, producer: int, consumer: int) -> list[Value]:
-        """The values between two stages whose gradients are sent back."""
+    def gradient_values(self, producer: int, consumer: int) -> list[Value]:
+        """Returns the values between two stages whose gradients are sent back."""
         values = self.messages[producer, consumer]
         return [value for value in values if self.spec(value).requires_grad]
 
     def spec(self, value: Value) -> Spec:
-        """The shape, dtype and device of a value."""
+        """Returns the shape, dtype and device of a value."""
         return self.program.calls[value.call].outputs.leaves[value.leaf]
 
     @cached_property
-    def stand_ins(self) -> tuple[tuple[Any, ...], ...]:
-        """For each call the leaves of its output, without data."""
+    def placeholders(self) -> tuple[tuple[Leaf, ...], ...]:
+        """For each unit call the leaves of its output, as fake tensors."""
         mode = fake_modes.fake_mode_of(())
 
-        def stand_in(x: Any) -> Any:
+        def make_placeholder(x: Spec | Leaf) -> Leaf:
             if not isinstance(x, Spec):
                 return x
-            # They stay for other runs: memory counters of this one must not count them.
+            # They serve later runs too, so a memory counter of this run must not see
+            # them: they are made beneath all modes.
             with _torch.beneath_all_modes(), mode:
                 return torch.empty(x.shape, dtype=x.dtype, device=x.device)
 
-        return tuple(tuple(map(stand_in, c.outputs.leaves)) for c in self.program.calls)
+        return tuple(
+            tuple(map(make_placeholder, call.outputs.leaves))
+            for call in self.program.calls
+        )
 
 
 def cut(program: Program, stages: Stages = None, n: int | None = None) -> Cut:
-    """A program cut into ``stages``.
+    """Cuts a program into stages.
 
     Args:
         program: the loss's.
@@ -115,8 +139,8 @@ def cut(program: Program, stages: Stages = None, n: int | None = None) -> Cut:
         n: how many stages there are; by default as many as ``stages`` says.
 
     Returns:
-        what each stage takes, gets and sends. Only outputs of unit calls travel; what
-        the loss does between the calls, each stage does for itself.
+        the stages, and what travels between them: outputs of unit calls alone. What the
+        loss does between the calls, each stage that needs it does for itself.
 
     Raises:
         ValueError: more stages than unit calls, an empty stage, counts that do not sum
@@ -128,13 +152,13 @@ def cut(program: Program, stages: Stages = None, n: int | None = None) -> Cut:
     >>> def loss(p, x):
     ...     first = layer(p[0], x)
     ...     return (layer(p[2], layer(p[1], first)) + first).sum()
-    >>> found = cut(ff.program(loss, [torch.ones(2)] * 3, torch.ones(2)), [1, 1, 1])
-    >>> found.consumers(0)
+    >>> parts = cut(ff.program(loss, [torch.ones(2)] * 3, torch.ones(2)), [1, 1, 1])
+    >>> parts.consumers(0)
     [(1, (Value(call=0, leaf=0),)), (2, (Value(call=0, leaf=0),))]
-    >>> found.stages[2].receives, sorted(found.stages[2].leaves)
+    >>> parts.stages[2].receives, sorted(parts.stages[2].leaves)
     ((Value(call=0, leaf=0), Value(call=1, leaf=0)), ['2'])
     """
-    ranges = _ranges(program, stages, n)
+    ranges = _call_ranges(program, stages, n)
     origins = [_origins(program, calls) for calls in ranges]
     _check_draws(program, origins)
     return Cut(
@@ -156,61 +180,70 @@ def cut(program: Program, stages: Stages = None, n: int | None = None) -> Cut:
 
 
 def _origins(program: Program, calls: range) -> Origins:
-    """The origins of all that a stage computes."""
-    found = Origins()
+    """Returns the origins of all that a stage computes."""
+    origins = Origins()
     for number in calls:
-        found = found | program.calls[number].origins
-    last = calls.stop == len(program.calls)
-    return found | program.loss.origins if last else found
+        origins = origins | program.calls[number].origins
+    is_last = calls.stop == len(program.calls)
+    return origins | program.loss.origins if is_last else origins
 
 
 def _check_draws(program: Program, origins: Sequence[Origins]) -> None:
+    """Raises if two stages use one draw of random numbers between units.
+
+    Each stage runs that part of the loss itself, and would draw other numbers.
+    """
     for k, draw in enumerate(program.draws):
-        users = [s for s, o in enumerate(origins) if k in o.draws]
-        if len(users) > 1:
+        stages = [s for s, o in enumerate(origins) if k in o.draws]
+        if len(stages) > 1:
             raise ValueError(
                 f"{program.name} draws random numbers outside every unit, by {draw.op} "
-                f"at {draw.line}, which stages {users} use: each would draw its "
+                f"at {draw.line}, which stages {stages} use: each would draw its "
                 "own. Draw them in a unit, whose output is then sent"
             )
 
 
-def _ranges(program: Program, stages: Stages, n: int | None) -> list[range]:
-    """The unit calls of each stage, as numbers."""
+def _call_ranges(program: Program, stages: Stages, n: int | None) -> list[range]:
+    """Returns the numbers of the unit calls of each stage.
+
+    Raises:
+        ValueError: what is no cut into stages of one call at least.
+    """
     names = [call.name for call in program.calls]
-    wanted = n if stages is None else len(stages)
-    begins: list[int] = []
-    if wanted and 0 < wanted <= len(names) and n in (None, wanted):
+    n_stages = n if stages is None else len(stages)
+    starts: list[int] = []
+    if n_stages and 0 < n_stages <= len(names) and n in (None, n_stages):
         if stages is None:
-            counts = balance([call.flops for call in program.calls], wanted)
-            begins = [*accumulate(counts[:-1], initial=0)]
-        elif all(isinstance(s, str) for s in stages):
-            begins = [_begin(names, str(s)) for s in stages]
-        elif all(type(s) is int for s in stages) and sum(map(int, stages)) == len(
-            names
-        ):
-            begins = [*accumulate(map(int, stages[:-1]), initial=0)]
-    found = [range(*ends) for ends in pairwise([*begins, len(names)])]
-    if not found or begins[0] or not all(found):
+            counts = balance([call.flops for call in program.calls], n_stages)
+            starts = [*accumulate(counts[:-1], initial=0)]
+        elif all(isinstance(begin, str) for begin in stages):
+            starts = [_find_call(names, str(begin)) for begin in stages]
+        elif all(type(begin) is int for begin in stages) and sum(
+            map(int, stages)
+        ) == len(names):
+            starts = [*accumulate(map(int, stages[:-1]), initial=0)]
+    ranges = [range(*ends) for ends in pairwise([*starts, len(names)])]
+    if not ranges or starts[0] or not all(ranges):
         runs = [(name, len([*r])) for name, r in groupby(names)]
-        shown = ", ".join(name if k == 1 else f"{name} x{k}" for name, k in runs)
-        asked = "" if n is None else f"{n} stages"
-        asked += "" if stages is None else f"{asked and ', '}stages={stages!r}"
+        calls_text = ", ".join(name if k == 1 else f"{name} x{k}" for name, k in runs)
+        requested = "" if n is None else f"{n} stages"
+        requested += "" if stages is None else f"{requested and ', '}stages={stages!r}"
         raise ValueError(
-            f"{asked or 'no stages'}, but {program.name} has {len(names)} unit calls "
-            f"({shown}): each stage has at least one. Give counts that sum to them, or "
-            "the names, in order, of those at which stages begin, the first of all too"
+            f"{requested or 'no stages'}, but {program.name} has {len(names)} unit "
+            f"calls ({calls_text}): each stage has at least one. Give counts that sum "
+            "to them, or the names, in order, of those at which stages begin, the "
+            "first of all too"
         )
-    return found
+    return ranges
 
 
-def _begin(names: list[str], stage: str) -> int:
-    """The call that a stage begins at, as ``name`` or ``name:k``; -1 for none."""
+def _find_call(names: list[str], stage: str) -> int:
+    """Returns the number of the call ``name`` or ``name:k``, or -1 if none is so."""
     name, _, k = stage.rpartition(":")
     if not name or not k.isdecimal():
         name, k = stage, "0"
-    found = [i for i, called in enumerate(names) if called == name]
-    return found[int(k)] if int(k) < len(found) else -1
+    matches = [i for i, call_name in enumerate(names) if call_name == name]
+    return matches[int(k)] if int(k) < len(matches) else -1
 
 
 Number = int | float
@@ -218,10 +251,10 @@ Number = int | float
 
 @api_boundary
 def balance(costs: Sequence[Number], n: int) -> list[int]:
-    """Numbers of consecutive calls for ``n`` stages, the largest stage's cost least.
+    """Splits calls into ``n`` consecutive stages so that the costliest is cheapest.
 
-    Among the cuts whose most costly stage costs least, the most even one: least sum of
-    squares of the stages' costs, then of their counts.
+    Returns how many calls each stage has. Of several such cuts it is the most even one:
+    least sum of squares of the stages' costs, then of their counts.
 
     ==========================  =================================================
     FairScale                   here
@@ -240,7 +273,7 @@ def balance(costs: Sequence[Number], n: int) -> list[int]:
     Raises:
         ValueError: fewer calls than stages, or a negative or infinite cost.
 
-    Cost: O(n k^2) for k calls at most: stages that cost too much are not looked into.
+    Cost: O(n k^2) for k calls at most; stages that cost too much are not tried.
 
     Source: Bárány and Grinberg, Block partitions of sequences (2015), the problem.
 
@@ -252,140 +285,163 @@ def balance(costs: Sequence[Number], n: int) -> list[int]:
             f"balance({costs}, {n}): it takes finite costs, not below 0, of each call, "
             "and at least one call for each of at least one stage"
         )
-    spent = [*accumulate(costs, initial=0)]
-    (limit, _), _ = _best(spent, n, inf, _largest)
-    return _best(spent, n, limit, _evenness)[1]
+    prefix_sums = [*accumulate(costs, initial=0)]
+    # Twice the same search: for the least cost of the largest stage, and then, within
+    # that limit, for the most even cut. One order of pairs would not do: a cut that is
+    # best up to a call by (largest, evenness) need not begin the best of all.
+    (limit, _), _ = _best(prefix_sums, n, inf, _largest)
+    return _best(prefix_sums, n, limit, _evenness)[1]
 
 
-CutCost = tuple[Number, int]  # of a cut: what is to be least
+# What is to be least of a cut; pairs compare by the first number, then the second.
+CutCost = tuple[Number, int]
 
 
-def _largest(before: CutCost, cost: Number, count: int) -> CutCost:
-    """The cost of the largest stage, with one more of this cost and count."""
-    return max(before[0], cost), 0
+def _largest(so_far: CutCost, cost: Number, count: int) -> CutCost:
+    """Returns the cost of the largest stage, after one more of this cost and count."""
+    return max(so_far[0], cost), 0
 
 
-def _evenness(before: CutCost, cost: Number, count: int) -> CutCost:
-    """(sum of squared costs, sum of squared counts), with one more stage."""
-    return before[0] + cost**2, before[1] + count**2
+def _evenness(so_far: CutCost, cost: Number, count: int) -> CutCost:
+    """Returns (sum of squared costs, sum of squared counts), after one more stage."""
+    return so_far[0] + cost**2, so_far[1] + count**2
 
 
 def _best(
-    spent: list[Number],
+    prefix_sums: list[Number],
     n: int,
     limit: Number,
-    value: Callable[[CutCost, Number, int], CutCost],
+    extend: Callable[[CutCost, Number, int], CutCost],
 ) -> tuple[CutCost, list[int]]:
-    """The least value of a cut whose stages keep to the limits, and that cut.
+    """Returns the least cost of a cut, and the cut as counts, by dynamic programming.
 
-    ``best[i]`` is that of the first i calls in so many stages. The cost of the last
-    stage grows as it begins earlier: no further than it alone outweighs the best.
+    ``best[i]`` is the least cost of a cut of the first i calls into ``stage`` stages,
+    and ``last_begins[stage - 1][i]`` where the last stage of that cut begins.
+
+    Args:
+        prefix_sums: of the calls' costs; ``limit``: the most that a stage may cost.
+        extend: (cost of a cut, its next stage's cost and count) -> cost of both.
     """
-    k, nothing = len(spent) - 1, (0, 0)
-    best: list[CutCost] = [nothing, *([(inf, 0)] * k)]
-    begins: list[list[int]] = []
+    k, empty = len(prefix_sums) - 1, (0, 0)
+    best: list[CutCost] = [empty, *([(inf, 0)] * k)]
+    last_begins: list[list[int]] = []
     for stage in range(1, n + 1):
-        longer: list[CutCost] = [(inf, 0)] * (k + 1)
-        begin = [0] * (k + 1)
+        extended: list[CutCost] = [(inf, 0)] * (k + 1)
+        last_begin = [0] * (k + 1)
         for i in range(stage, k + 1):
             for j in range(i - 1, stage - 2, -1):
-                cost = spent[i] - spent[j]
-                if cost > limit or value(nothing, cost, 0) >= longer[i]:
+                cost = prefix_sums[i] - prefix_sums[j]
+                # A last stage that begins earlier costs more: once it alone is as bad
+                # as the best cut so far, no earlier beginning is better.
+                if cost > limit or extend(empty, cost, 0) >= extended[i]:
                     break
-                found = value(best[j], cost, i - j)
-                if found < longer[i]:
-                    longer[i], begin[i] = found, j
-        best = longer
-        begins.append(begin)
+                candidate = extend(best[j], cost, i - j)
+                if candidate < extended[i]:
+                    extended[i], last_begin[i] = candidate, j
+        best = extended
+        last_begins.append(last_begin)
     counts, end = [], k
-    for begin in reversed(begins):
-        counts.append(end - begin[end])
-        end = begin[end]
+    for last_begin in reversed(last_begins):
+        counts.append(end - last_begin[end])
+        end = last_begin[end]
     return best[k], counts[::-1]
 
 
 class Cuts:
-    """The traced losses of a pipelined function, one for each shape of microbatch.
+    """The cuts of a pipelined function's losses, one for each shape of microbatch.
 
     Args:
-        stages: as the user gave them.
-        owners: by stage, where along ``axis`` it runs.
+        stages: where to cut, as the user gave it.
+        owners: the coordinate along ``axis`` of each stage's rank.
     """
 
     def __init__(self, stages: Stages, owners: Sequence[int], axis: str):
         self.stages, self.owners, self.axis = stages, owners, axis
-        self.known: dict[Any, Cut] = {}
-        self.checked: set[Any] = set()
+        self.cut_by_key: dict[tuple[Hashable, ...], Cut] = {}
+        self.checked_layouts: set[tuple[Hashable, ...]] = set()
 
     def learn(self, other: Cuts) -> None:
-        """Takes over what ``other`` knows: later programs are cut as those were."""
-        for key, found in other.known.items():
-            self.known.setdefault(key, found)
+        """Adopts the cuts of ``other``: later programs are cut at the same calls."""
+        for key, cut in other.cut_by_key.items():
+            self.cut_by_key.setdefault(key, cut)
 
-    def of(self, call: GradientCall, number: int = 0) -> Cut:
-        """The stages of a loss, for a microbatch of these shapes; a penalty has none.
+    def cut_for(self, call: GradientCall, number: int = 0) -> Cut:
+        """Returns the loss of a call in stages; it traces what it has not seen.
+
+        A loss without units and batch, such as a penalty on parameters, has no stages.
 
         Args:
             call: the gradient call on one microbatch.
             number: its place among the gradient calls of a step.
         """
-        chosen = [call.args[i] for i in call.argnums]
+        differentiated = [call.args[i] for i in call.argnums]
         others = [None if i in call.argnums else x for i, x in enumerate(call.args)]
-        flat, structure = tree.flatten(chosen, is_leaf=is_sharded)
-        more, form = tree.flatten((others, call.keywords), is_leaf=is_sharded)
-        kinds = tuple(map(_kind, [*flat, *more]))
-        loss = number, _code(call.fn), structure
-        # Of split leaves a unit may make parts, of other shapes.
-        split = any(isinstance(x, Sharded) and x.layout.splits for x in flat)
-        key = loss, form, kinds, split, _casts()
-        if key not in self.known:
+        leaves, structure = tree.flatten(differentiated, is_leaf=is_sharded)
+        other_leaves, other_structure = tree.flatten(
+            (others, call.keywords), is_leaf=is_sharded
+        )
+        kinds = tuple(map(_kind, [*leaves, *other_leaves]))
+        loss_key = number, _code(call.fn), structure
+        # A unit may be given parts of a leaf that is split, which have other shapes.
+        is_split = any(isinstance(x, Sharded) and x.layout.splits for x in leaves)
+        key = loss_key, other_structure, kinds, is_split, _casts()
+        if key not in self.cut_by_key:
             args = tree.map(recorded_tensor, call.args, is_leaf=is_sharded)
-            fn, args = _first(call.fn, args, call.argnums)
+            fn, args = _parameters_first(call.fn, args, call.argnums)
             program = trace(fn, args, call.keywords)
             stages = self.stages
-            before = next((c for k, c in self.known.items() if k[0] == loss), None)
-            if before is not None:  # as the state is laid out
-                names = [[c.name for c in p.calls] for p in (before.program, program)]
+            earlier = next(
+                (c for k, c in self.cut_by_key.items() if k[0] == loss_key), None
+            )
+            # The state was laid out for the first program's stages. Balanced anew, by
+            # the FLOPs of other shapes, calls would move away from their parameters.
+            if earlier is not None:
+                names = [[c.name for c in p.calls] for p in (earlier.program, program)]
                 if names[0] != names[1]:
                     raise ValueError(
                         f"a microbatch of other shapes makes other unit calls: "
                         f"{names[1]}, not {names[0]}; the stages would differ"
                     )
-                stages = [len(stage.calls) for stage in before.stages]
-            alone = not program.calls and not program.loss.origins.batch
-            self.known[key] = (
-                Cut(program, ()) if alone else cut(program, stages, len(self.owners))
+                stages = [len(stage.calls) for stage in earlier.stages]
+            is_penalty = not program.calls and not program.loss.origins.batch
+            self.cut_by_key[key] = (
+                Cut(program, ())
+                if is_penalty
+                else cut(program, stages, len(self.owners))
             )
-        return self.known[key]
+        return self.cut_by_key[key]
 
-    def check(self, cuts: Iterable[Cut], params: Any) -> None:
+    def check(self, cuts: Iterable[Cut], params: PyTree) -> None:
         """Raises on every rank if a stage would not have a leaf that it reads.
 
-        That is a leaf of another stage, or a part of one that is read
-        outside units: sums, scalings and noise there would be those of this stage.
+        That is a leaf that lies with another stage, or a sharded one that is read
+        outside units: an operation there would see this rank's part as the whole.
 
         Args:
             params: what the loss has as its first argument.
         """
+        # Once for each cut and layout, and not in each step.
         leaves = tree.leaves(params, is_leaf=is_sharded)
-        owned = tuple(x.layout.owners for x in leaves if isinstance(x, Sharded))
-        for found in {id(found): found for found in cuts}.values():
-            if not found.stages or (id(found), owned) in self.checked:
+        stage_parts = tuple(x.layout.owners for x in leaves if isinstance(x, Sharded))
+        for cut in {id(cut): cut for cut in cuts}.values():
+            if not cut.stages or (id(cut), stage_parts) in self.checked_layouts:
                 continue
             paths = tree.paths(params, is_leaf=is_sharded)
-            at = dict(zip(paths, leaves, strict=True))
-            for call in (*found.program.calls, found.program.loss):
+            leaf_at = dict(zip(paths, leaves, strict=True))
+            for call in (*cut.program.calls, cut.program.loss):
                 for path in sorted(call.reads):
-                    if isinstance(leaf := at.get(path), Sharded):
-                        before = getattr(call, "name", "")
-                        raise ValueError(_READ.format(leaf.layout, _place(before)))
-            for stage in found.stages:
+                    if isinstance(leaf := leaf_at.get(path), Sharded):
+                        unit_name = getattr(call, "name", "")
+                        raise ValueError(
+                            _READ.format(leaf.layout, _describe_reader(unit_name))
+                        )
+            for stage in cut.stages:
                 for path in sorted(stage.leaves):
-                    self.check_leaf(at.get(path), self.owners[stage.number])
-            self.checked.add((id(found), owned))
+                    self.check_leaf(leaf_at.get(path), self.owners[stage.number])
+            self.checked_layouts.add((id(cut), stage_parts))
 
-    def check_leaf(self, leaf: Any, rank: int) -> None:
-        """Raises where ``leaf`` belongs to another rank of the pipeline."""
+    def check_leaf(self, leaf: Leaf, rank: int) -> None:
+        """Raises if ``leaf`` lies on another rank of the pipeline."""
         for part in leaf.layout.owners if isinstance(leaf, Sharded) else ():
             if part.axis == self.axis and part.coordinate != rank:
                 raise ValueError(
@@ -403,15 +459,15 @@ _READ = (
 )
 
 
-def _place(unit: str) -> str:
+def _describe_reader(unit: str) -> str:
     return f"for what unit {unit!r} is given" if unit else "for the loss"
 
 
-def _kind(x: Any) -> Any:
-    """The part of a leaf that a program depends on, for comparison."""
+def _kind(x: Leaf) -> Hashable:
+    """Returns what a program depends on: a leaf's shape, dtype and device, or value."""
     if isinstance(x, Tensor) or is_sharded(x):
-        where = _torch.device_of(x) if isinstance(x, Tensor) else x.device
-        return tuple(x.shape), x.dtype, where
+        device = _torch.device_of(x) if isinstance(x, Tensor) else x.device
+        return tuple(x.shape), x.dtype, device
     try:
         hash(x)
     except TypeError:
@@ -419,16 +475,18 @@ def _kind(x: Any) -> Any:
     return x
 
 
-def _casts() -> tuple[Any, ...]:
-    """The dtypes of autocast, under which the same unit gives other ones."""
+def _casts() -> tuple[tuple[str, torch.dtype], ...]:
+    """Returns autocast's dtypes, under which the same unit gives other dtypes."""
     kinds = [k for k in ("cpu", "cuda") if torch.is_autocast_enabled(k)]
     return tuple((k, torch.get_autocast_dtype(k)) for k in kinds)
 
 
-def _code(fn: Any) -> Any:
-    """The code of a function, which stays when it is made anew for every step.
+def _code(fn: Callable[..., PyTree]) -> tuple[Hashable, ...]:
+    """Returns the code objects of a function and of the transforms around it.
 
-    Those around it too: all that one transform returns have one code.
+    A loss is often a closure or lambda that each step makes anew: its code object is
+    the same, and so its program is found again. The transforms count too, as all that
+    one transform returns has one code.
     """
     codes = []
     while isinstance(fn, functools.partial | Transformed):
@@ -438,19 +496,24 @@ def _code(fn: Any) -> Any:
     return *codes, getattr(fn, "__code__", fn)
 
 
-def _first(
-    fn: Callable[..., Any], args: tuple[Any, ...], argnums: Sequence[int]
-) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    """``fn`` with what is differentiated as its first argument."""
+def _parameters_first(
+    fn: Callable[..., PyTree], args: tuple[PyTree, ...], argnums: Sequence[int]
+) -> tuple[Callable[..., PyTree], tuple[PyTree, ...]]:
+    """Returns ``fn`` and its arguments with what is differentiated as the first.
+
+    The tracer takes the first argument for the parameters.
+    """
     if tuple(argnums) == (0,):
         return fn, args
 
     @functools.wraps(fn)
-    def reordered(chosen: Any, others: Any, **keywords: Any) -> Any:
-        given = list(others)
-        for i, x in zip(argnums, chosen, strict=True):
-            given[i] = x
-        return fn(*given, **keywords)
+    def reordered(
+        differentiated: Sequence[PyTree], others: Sequence[PyTree], **keywords: PyTree
+    ) -> PyTree:
+        arguments = list(others)
+        for i, x in zip(argnums, differentiated, strict=True):
+            arguments[i] = x
+        return fn(*arguments, **keywords)
 
     others = [None if i in argnums else x for i, x in enumerate(args)]
     return reordered, ([args[i] for i in argnums], others)

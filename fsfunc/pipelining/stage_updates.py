@@ -1,11 +1,23 @@
-"""Stages that update in between: a pipelined loss that is itself a train step."""
+"""Stages that update in between: a pipelined loss that is itself a train step.
+
+``pipeline(loss, ..., update=optimizer)`` makes an `Updating` in place of a
+`handler.Pipelining`. Its schedule has actions U, at which a stage applies the optimizer
+to its own parameters, without waiting for the other stages. So a forward may use
+parameters that are some updates older than those its gradient is applied to::
+
+    rank 0:  F0 F1 B0 U0 F2 B1 U1 ...     F1 read w[0], and its gradient makes w[2]
+    rank 1:  F0 B0 U0 F1 B1 U1 ...        each forward reads the newest w
+
+Each microbatch's backward uses the parameters of its own forward (`_Version`), as
+PipeDream's weight stashing does.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import TYPE_CHECKING, NoReturn, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -23,12 +35,24 @@ from fsfunc.core.outcomes import GradientCall, Leaves, Outcome
 from fsfunc.optim.optimizer import Optimizer
 from fsfunc.pipelining.actions import Action, Schedule, ScheduleError, owners
 from fsfunc.pipelining.handler import Pipelining
-from fsfunc.pipelining.microbatches import Microbatch, blank, combined, everywhere
+from fsfunc.pipelining.microbatches import (
+    Microbatch,
+    blank,
+    broadcast_results,
+    combine_results,
+)
 from fsfunc.pipelining.runtime import Worker
 from fsfunc.pipelining.schedules import staleness
 from fsfunc.sharded.leaf import is_sharded
+from fsfunc.tree.types import PyTree
 
-Predict = Callable[[Any, Any, int], Any]  # (params, opt_state, updates) -> params
+if TYPE_CHECKING:
+    from fsfunc.state.train_state import TrainState
+
+_P = TypeVar("_P")  # a tree of parameters
+
+# (params, opt_state, updates) -> params
+Predict = Callable[[PyTree, PyTree, int], PyTree]
 
 
 @dataclass(eq=False, repr=False)
@@ -52,18 +76,24 @@ class Updating(Pipelining):
                 "another schedule"
             )
         super().__post_init__()
-        self.late = staleness(self.schedule)
-        self.is_tried = False
+        self.staleness = staleness(self.schedule)
+        self.optimizer_is_checked = False
 
-    def step(self, loss: Callable[..., Any]) -> Callable[..., Any]:
-        """The train step of a loss; it runs in reach of this interpretation."""
+    def step(
+        self, loss: Callable[..., PyTree]
+    ) -> Callable[..., tuple[TrainState, dict[str, Tensor]]]:
+        """Returns the train step of a loss, to be run under this interpretation."""
         _check_around(getattr(loss, "interpretations", ()))
 
-        def step(state: Any, *batch: Any, **named: Any) -> tuple[Any, dict[str, Any]]:
+        def step(
+            state: TrainState, *batch: PyTree, **keywords: PyTree
+        ) -> tuple[TrainState, dict[str, Tensor]]:
             f = frame()
             _check_around(f.handlers[:-1])
-            if f.handlers[-1] is not self:  # recorded, by what stands for it
-                value, grads = value_and_grad(loss)(state.params, *batch, **named)
+            # While a step is recorded another interpretation stands for this one. Then
+            # layouts and types are asked for, which a synchronous step has alike.
+            if f.handlers[-1] is not self:
+                value, grads = value_and_grad(loss)(state.params, *batch, **keywords)
                 return state.apply_gradients(grads, self.optimizer), {"loss": value}
             if state.opt_state is None:
                 raise ValueError(
@@ -71,10 +101,11 @@ class Updating(Pipelining):
                     "params, optimizer, batch)"
                 )
             running = _Running(loss, state.params, state.opt_state)
-            value = value_and_grad(running)(state.params, *batch, **named)[0]
+            value = value_and_grad(running)(state.params, *batch, **keywords)[0]
             changes = {"params": running.params, "opt_state": running.opt_state}
             return state.replace(step=state.step + 1, **changes), {"loss": value}
 
+        # So the step prints, and is checked, as one of the loss's own transforms.
         step.interpretations = getattr(loss, "interpretations", ())  # type: ignore
         return step
 
@@ -83,7 +114,7 @@ class Updating(Pipelining):
         f = frame().replace(donated=None)  # forwards use old versions
         call = call.replace(fn=running.loss)
         batches = self._batches(call, number)
-        where = self._where()
+        rank_group = self._rank_group()
         blanks = [loss_parts(blank(b.cut.program.loss.outputs), False) for b in batches]
         if any(weight is not None for _, weight, _ in blanks):
             raise ValueError(
@@ -91,20 +122,20 @@ class Updating(Pipelining):
                 "loss are known: return the mean over the microbatch's rows"
             )
         self._check_leaves(batches, running.params)
-        if where.size > 1 and not self.is_tried:
-            self._try(running, f)
-            self.is_tried = True
-        worker = _UpdatingWorker(self, running, batches, where, f, depth)
+        if rank_group.size > 1 and not self.optimizer_is_checked:
+            self._check_optimizer(running, f)
+            self.optimizer_is_checked = True
+        worker = _UpdatingWorker(self, running, batches, rank_group, f, depth)
         results = self._run(worker)
         running.params, running.opt_state = worker.params, worker.opt_state
-        summed = combined(results, [b.share for b in batches])
-        total, _, _ = everywhere(summed, where, self.owners[-1])
-        return Outcome(total, None, (None,), None, self.n)
+        summed = combine_results(results, [b.share for b in batches])
+        total, _, _ = broadcast_results(summed, rank_group, self.owners[-1])
+        return Outcome(total, None, (None,), None, self.n_microbatches)
 
-    def _check_leaves(self, batches: Sequence[Microbatch], params: Any) -> None:
-        """Raises where a rank cannot update its leaves alone."""
+    def _check_leaves(self, batches: Sequence[Microbatch], params: PyTree) -> None:
+        """Raises if a leaf could not be updated by one rank alone."""
         stages = [stage for batch in batches for stage in batch.cut.stages]
-        used = frozenset[str]().union(*(s.leaves | s.reads for s in stages))
+        used_paths = frozenset[str]().union(*(s.leaves | s.reads for s in stages))
         paths, leaves, _ = tree.flatten_with_paths(params, is_leaf=is_sharded)
         for path, leaf in zip(paths, leaves, strict=True):
             if is_sharded(leaf):
@@ -115,7 +146,7 @@ class Updating(Pipelining):
                     )
                 continue
             trained = isinstance(leaf, Tensor) and differentiable(leaf)
-            if len(self.schedule) > 1 and path in used and trained:
+            if len(self.schedule) > 1 and path in used_paths and trained:
                 raise ValueError(
                     f"{path!r} is whole on every rank, and under an asynchronous "
                     "schedule a leaf belongs to the one stage that updates it: make "
@@ -124,26 +155,33 @@ class Updating(Pipelining):
                     "one stage has all its uses; or use another schedule"
                 )
 
-    def _try(self, running: _Running, f: Frame) -> None:
-        """Raises where the optimizer would communicate, or predict would fail."""
+    def _check_optimizer(self, running: _Running, f: Frame) -> None:
+        """Raises if the optimizer would communicate, or ``predict`` would fail.
 
-        def refused(x: Tensor, how: LinearMap, where: RankGroup) -> Any:
+        It tries them on zero gradients before the first call's actions, as an error on
+        one rank between two actions would leave the others waiting.
+        """
+
+        def refused(
+            x: Tensor, linear_map: LinearMap, rank_group: RankGroup
+        ) -> NoReturn:
             raise ValueError(
-                f"the optimizer issues {how.op} over {where.name}, but under an "
-                "asynchronous schedule every rank updates at times of its own: do "
+                f"the optimizer issues {linear_map.op} over {rank_group.name}, but "
+                "under an asynchronous schedule every rank updates at times of its "
+                "own: do "
                 "without what sums over all leaves, such as clip_by_global_norm, or "
                 "use another schedule"
             )
 
         params, opt_state = running.params, running.opt_state
-        zeros = Leaves((params,), (0,))
-        (grads,) = zeros.grads([torch.zeros_like(x) for x in zeros.tensors])
+        leaves = Leaves((params,), (0,))
+        (grads,) = leaves.grads([torch.zeros_like(x) for x in leaves.tensors])
         with torch.no_grad(), inside(f), silence(), maps_run_by(refused):
             self.optimizer.apply(grads, opt_state, params)
-            self.ahead(params, opt_state, 1)
+            self.predict_ahead(params, opt_state, 1)
 
-    def ahead(self, params: Any, opt_state: Any, updates: int) -> Any:
-        """The parameters that a forward uses whose gradient is some updates late."""
+    def predict_ahead(self, params: _P, opt_state: PyTree, updates: int) -> _P:
+        """Returns the parameters of a forward whose gradient is some updates late."""
         if self.predict is None or not updates:
             return params
         predicted = self.predict(params, opt_state, updates)
@@ -155,29 +193,37 @@ class Updating(Pipelining):
 
 
 class _Running:
-    """The loss of one call, and the state as the call changes it."""
+    """The loss of one call, and the state as the call changes it.
 
-    def __init__(self, loss: Callable[..., Any], params: Any, opt_state: Any):
+    It is passed as the function of the gradient call: `Updating.step` finds the new
+    state in it, as a gradient call itself returns gradients alone.
+    """
+
+    def __init__(self, loss: Callable[..., PyTree], params: PyTree, opt_state: PyTree):
         self.loss, self.params, self.opt_state = loss, params, opt_state
 
-    def __call__(self, *args: Any, **keywords: Any) -> Any:
+    def __call__(self, *args: PyTree, **keywords: PyTree) -> PyTree:
         return self.loss(*args, **keywords)
 
 
 class _Version:
     """Parameters as some forwards use them: leaves of autograd's graphs."""
 
-    def __init__(self, params: Any):
+    def __init__(self, params: PyTree):
         self.leaves = Leaves((params,), (0,))
-        self.values = [x.detach().requires_grad_() for x in self.leaves.tensors]
-        (self.params,) = self.leaves.args(self.values)
+        self.grad_leaves = [x.detach().requires_grad_() for x in self.leaves.tensors]
+        (self.params,) = self.leaves.args(self.grad_leaves)
 
 
 class _UpdatingWorker(Worker):
     """One rank of one call: a :class:`Worker` whose parameters change on the way.
 
-    After ``run``, ``params`` and ``opt_state`` are the new ones. ``late`` is, by
-    microbatch, the number of updates between its forward and its backward.
+    Attributes:
+        params, opt_state: the newest; after ``run`` those that the step returns.
+        staleness: by microbatch, the number of updates between its forward and its
+            backward.
+        newest: ``params`` as leaves of autograd; ``version``: what the forward that
+            runs uses, which differs where they are predicted.
     """
 
     def __init__(
@@ -185,77 +231,81 @@ class _UpdatingWorker(Worker):
         handler: Updating,
         running: _Running,
         microbatches: Sequence[Microbatch],
-        where: RankGroup,
+        rank_group: RankGroup,
         frame: Frame,
         depth: int,
     ):
         super().__init__(
             lambda returned: loss_parts(returned, False),
-            microbatches, handler.owners, where, frame, depth, (),
+            microbatches, handler.owners, rank_group, frame, depth, (),
         )  # fmt: skip
-        self.optimizer, self.ahead = handler.optimizer, handler.ahead
-        self.late = handler.late[where.index]
+        self.optimizer, self.predict_ahead = handler.optimizer, handler.predict_ahead
+        self.staleness = handler.staleness[rank_group.index]
         self.params, self.opt_state = running.params, running.opt_state
-        self.actual = self.version = _Version(self.params)
-        self.used: dict[int, _Version] = {}  # by microbatch, till its backward
-        # Of the microbatches since the last update: sums, and their rows.
-        self.sums: list[Tensor | None] = [None] * len(self.actual.values)
+        self.newest = self.version = _Version(self.params)
+        self.used_versions: dict[int, _Version] = {}  # by microbatch, till its backward
+        # Over the microbatches since the last update: sums of gradients, and of shares.
+        self.sums: list[Tensor | None] = [None] * len(self.newest.grad_leaves)
         self.share = 0.0
 
     def _F(self, a: Action) -> None:
         with torch.no_grad(), inside(self.frame):
-            late = self.late[a.microbatch]
-            params = self.ahead(self.params, self.opt_state, late)
-        self.version = self.actual if params is self.params else _Version(params)
-        self.used[a.microbatch], self.values = self.version, self.version.values
+            updates = self.staleness[a.microbatch]
+            params = self.predict_ahead(self.params, self.opt_state, updates)
+        self.version = self.newest if params is self.params else _Version(params)
+        self.used_versions[a.microbatch], self.grad_leaves = (
+            self.version,
+            self.version.grad_leaves,
+        )
         super()._F(a)
 
-    def _returned(self, call: GradientCall) -> Any:
-        # Not a function that knows this worker: a circle, in which tensors would wait.
+    def _call_loss(self, call: GradientCall) -> PyTree:
+        # A loss bound to this worker would be a circle, whose tensors wait for the
+        # garbage collector.
         return call.fn(self.version.params, *call.args[1:], **call.keywords)
 
     def _B(self, a: Action) -> None:
-        with self._gathering(a):
+        with self._adding_gradients(a):
             super()._B(a)
 
     def _W(self, a: Action) -> None:
-        with self._gathering(a):
+        with self._adding_gradients(a):
             super()._W(a)
 
     @contextmanager
-    def _gathering(self, a: Action) -> Iterator[None]:
-        """Adds the gradients of the version that a microbatch used to the sums."""
-        values = self.used.pop(a.microbatch).values
-        for x, g in zip(values, self.sums, strict=True):
+    def _adding_gradients(self, a: Action) -> Iterator[None]:
+        """Makes a backward add its version's gradients to the sums of all versions."""
+        grad_leaves = self.used_versions.pop(a.microbatch).grad_leaves
+        for x, g in zip(grad_leaves, self.sums, strict=True):
             x.grad = g
         yield
-        self.sums = [x.grad for x in values]
-        for x in values:
+        self.sums = [x.grad for x in grad_leaves]
+        for x in grad_leaves:
             x.grad = None
         self.share += self.microbatches[a.microbatch].share
 
     def _U(self, a: Action) -> None:
-        held = [g for g in self.sums if g is not None]
-        if held:
-            torch._foreach_div_(held, self.share)
-        (grads,) = self.actual.leaves.grads(self.sums)
+        gradients = [g for g in self.sums if g is not None]
+        if gradients:
+            torch._foreach_div_(gradients, self.share)  # the mean over their rows
+        (grads,) = self.newest.leaves.grads(self.sums)
         with torch.no_grad(), inside(self.frame):
             self.params, self.opt_state = self.optimizer.apply(
                 grads, self.opt_state, self.params
             )
-        self.actual = _Version(self.params)
+        self.newest = _Version(self.params)
         self.sums = [None] * len(self.sums)
         self.share = 0.0
 
 
 def _check_schedule(schedule: Schedule) -> None:
-    """Raises where a schedule's updates leave no state that all ranks agree on."""
+    """Raises unless each rank has one stage, and all ranks update equally often."""
     if len(owners(schedule)) > len(schedule):
         raise ScheduleError(
             f"{len(owners(schedule))} stages on {len(schedule)} ranks: under an "
             "asynchronous schedule a rank has one stage"
         )
-    counts = [sum(action.of_kind.updates for action in row) for row in schedule]
+    counts = [sum(action.traits.updates for action in row) for row in schedule]
     if len(set(counts)) > 1:
         raise ScheduleError(
             f"the ranks update {counts} times: the state counts updates, so every "
@@ -264,7 +314,8 @@ def _check_schedule(schedule: Schedule) -> None:
 
 
 def _check_around(handlers: Sequence[Interpretation]) -> None:
-    """Raises where another transform would reinterpret the gradient call."""
+    """Raises if another transform would reinterpret the gradient call."""
+    # A recorded interpretation has the transform's own as its ``handler``.
     for handler in (getattr(h, "handler", h) for h in handlers):
         if type(handler).gradient is not Interpretation.gradient:
             name = type(handler).__name__.strip("_").lower()

@@ -1,4 +1,9 @@
-"""Start and end of each action of a schedule: by costs, or by the clock."""
+"""When each action of a schedule starts and ends: by costs, or by the clock.
+
+`simulate` plays a schedule with a cost for each kind of action, and `bubble` says how
+much of the time the busiest rank idles. In a real run `runtime.Worker` enters an
+`ActionTimer` around each action, which records into every open `clock`.
+"""
 
 from __future__ import annotations
 
@@ -9,11 +14,11 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from time import perf_counter
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 from fsfunc.comm.tracebacks import api_boundary
 from fsfunc.pipelining.actions import Action, Schedule, ScheduleError, parse
-from fsfunc.pipelining.player import Dependencies, Edge, made, other_end
+from fsfunc.pipelining.player import Dependencies, Edge, name_results, other_end
 from fsfunc.pipelining.verification import verified_run
 
 
@@ -22,8 +27,8 @@ class Costs:
     """Costs of the actions of a pipeline, in any unit of time.
 
     A number is the time that all stages of a rank take together for one microbatch:
-    each of its v stages takes 1/v of it. A sequence has one number for each stage,
-    which is the time of that stage as it is. Fractions stay exact.
+    each of its v stages takes 1/v of it. A sequence has the time of each single stage.
+    Fractions stay exact.
 
     Args:
         f: the forward.
@@ -56,15 +61,15 @@ class Costs:
             if isinstance(value, Sequence):
                 object.__setattr__(self, name, tuple(value))
             times: Sequence[float] = value if isinstance(value, Sequence) else [value]
-            for one in times:
-                if not math.isfinite(one) or one < 0:
+            for time in times:
+                if not math.isfinite(time) or time < 0:
                     raise ScheduleError(
-                        f"{name} has the time {one}: a cost is finite and not below 0"
+                        f"{name} has the time {time}: a cost is finite and not below 0"
                     )
 
     def of(self, action: Action, chunks: int = 1) -> float:
         """Return the time of a compute action of a rank that has `chunks` stages."""
-        return sum(self._time(name, action, chunks) for name in action.of_kind.costs)
+        return sum(self._time(name, action, chunks) for name in action.traits.costs)
 
     def _time(self, name: str, action: Action, chunks: int) -> float:
         times = getattr(self, name)
@@ -96,7 +101,7 @@ def simulate(
     *,
     edges: Iterable[Edge] | None = None,
 ) -> list[TimedAction]:
-    """Return when each action starts and ends, rank by rank in the schedule's order.
+    """Returns when each action starts and ends, rank by rank in the schedule's order.
 
     A rank computes one action at a time, as soon as its needs are met. A message
     arrives `costs.send` after the later of its send and, where the schedule has
@@ -121,8 +126,8 @@ def simulate(
     events = []
     for rank, row in enumerate(schedule):
         for action, start in zip(row, run.starts[rank], strict=True):
-            sends = action.of_kind.transfer == ">"
-            key = other_end(action) if sends else made(action)[0]
+            is_send = action.traits.transfer == ">"
+            key = other_end(action) if is_send else name_results(action)[0]
             events.append(TimedAction(rank, action, start, run.times[key]))
     return events
 
@@ -133,7 +138,7 @@ def bubble(
     costs: Costs | None = None,
     by: Literal["makespan", "span"] = "makespan",
 ) -> float:
-    """Return the time lost: that of the whole less the work of the busiest rank.
+    """Returns the time lost: the time of the whole less the work of the busiest rank.
 
     Args:
         schedule: with or without its transfers.
@@ -164,6 +169,7 @@ def bubble(
     return whole - max(work)
 
 
+# The lists of all open clocks: of nested ones each gets every action.
 _CLOCKS: ContextVar[tuple[list[TimedAction], ...]] = ContextVar(
     "fsfunc_events", default=()
 )
@@ -171,7 +177,7 @@ _CLOCKS: ContextVar[tuple[list[TimedAction], ...]] = ContextVar(
 
 @contextmanager
 def clock() -> Iterator[list[TimedAction]]:
-    """The actions of the pipelines that run inside, with their times.
+    """Collects the actions of the pipelines that run inside, with their times.
 
     Each is ``(rank, action, start, end)``: the rank along the pipeline, and seconds of
     ``time.perf_counter``. What computes starts when what it needs from other ranks has
@@ -194,21 +200,21 @@ def clock() -> Iterator[list[TimedAction]]:
         _CLOCKS.reset(token)
 
 
-class clocked:
+class ActionTimer:
     """Records the time of the action that runs inside, under :func:`clock`."""
 
     def __init__(self, rank: int, action: Action):
         self.rank, self.action, self.start = rank, action, 0.0
 
-    def __enter__(self) -> clocked:
-        self.begins()
+    def __enter__(self) -> ActionTimer:
+        self.restart()
         return self
 
-    def begins(self) -> None:
-        """Hears that what the action needs has come: its rank has waited until now."""
+    def restart(self) -> None:
+        """Starts the time anew once messages have come: waiting for them is no work."""
         self.start = perf_counter()
 
-    def __exit__(self, error: Any, *_: Any) -> None:
+    def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
         if error is None and (logs := _CLOCKS.get()):
             event = TimedAction(self.rank, self.action, self.start, perf_counter())
             for events in logs:

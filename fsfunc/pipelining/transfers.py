@@ -1,15 +1,16 @@
 """Sends and receives written into a schedule of compute actions.
 
-A send is right after the action that makes its tensors. A receive is before the compute
-action that precedes its use, in the sender's order. Where blocking sends would then
-wait for each other in a ring, a receive is moved further ahead.
+`handler` calls `with_transfers` once for each cut of a loss, before a rank's actions
+run. A send is placed right after the action that makes its tensors. A receive is posted
+one compute action before its use, so that the message travels while that one computes;
+receives from one rank are in the order of its sends. Where blocking sends would wait
+for each other in a ring, a receive is moved further ahead.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 
 from fsfunc.pipelining.actions import Action, Schedule, ScheduleError
 from fsfunc.pipelining.player import (
@@ -17,20 +18,20 @@ from fsfunc.pipelining.player import (
     Edge,
     Player,
     Posting,
-    made,
+    name_results,
     other_end,
 )
 from fsfunc.pipelining.verification import verify
 
 
 def with_transfers(schedule: Schedule, edges: Iterable[Edge] | None = None) -> Schedule:
-    """Return the schedule with every send and receive written out.
+    """Returns the schedule with every send and receive written out.
 
     For each edge between two ranks and each microbatch there is one message from the
     producer to the consumer after the producer's F (`SF`, `RF`), and, where the
     schedule has backwards, one back after the consumer's B or I (`SB`, `RB`), however
     many tensors they carry. Edges within a rank send nothing. What comes back
-    passes `verify` for the same edges.
+    passes `verify` with the same edges.
 
     Args:
         schedule: compute actions alone.
@@ -49,9 +50,9 @@ def with_transfers(schedule: Schedule, edges: Iterable[Edge] | None = None) -> S
     if any(not action.is_compute for row in schedule for action in row):
         raise ScheduleError("this schedule has transfers already: give it without")
     verify(schedule, edges=edges)
-    computing = tuple(
-        tuple(a for a in row if not a.of_kind.updates) for row in schedule
-    )
+    # Updates send nothing and no other rank waits for them, so receives are placed
+    # without them. `_with_updates` puts them back.
+    computing = tuple(tuple(a for a in row if not a.traits.updates) for row in schedule)
     rows = _Lowering(computing, edges).run()
     return tuple(map(_with_updates, schedule, rows))
 
@@ -59,47 +60,48 @@ def with_transfers(schedule: Schedule, edges: Iterable[Edge] | None = None) -> S
 def _with_updates(
     row: tuple[Action, ...], lowered: tuple[Action, ...]
 ) -> tuple[Action, ...]:
-    """Return a rank's lowered row with its updates.
+    """Returns a rank's row of actions and transfers with its updates put back.
 
-    An update stays before its compute action, after sends to other ranks.
+    An update comes after the transfers that precede its next compute action, so that
+    other ranks get their gradients before this one updates.
     """
-    found: list[Action] = []
-    rest = deque(row)
+    merged: list[Action] = []
+    remaining = deque(row)
     for action in lowered:
-        while action.is_compute and rest[0] != action:
-            found.append(rest.popleft())
+        while action.is_compute and remaining[0] != action:
+            merged.append(remaining.popleft())
         if action.is_compute:
-            rest.popleft()
-        found.append(action)
-    return (*found, *rest)
+            remaining.popleft()
+        merged.append(action)
+    return (*merged, *remaining)
 
 
 class _Lowering(Player):
-    """The schedule simulated with blocking sends, to place receives.
+    """A schedule played with blocking sends, which finds where receives belong.
 
-    Every rank runs as far as it can. When none can run, the first one that waits in a
-    send has its receive posted at the receiver's position. Ranks that can run stay able
-    to, so the result runs to its end in any order of events.
+    Every rank runs as far as it can. When none can run, the receive that the first
+    blocked send waits for is posted where its receiver stands. To post a receive early
+    never stops a rank that could run, so the rows end in any order of events.
     """
 
     def __init__(self, schedule: Schedule, edges: Iterable[Edge] | None) -> None:
         super().__init__()
         self.schedule = schedule
         self.dependencies = Dependencies(schedule, edges)
-        self.dependencies.explicit = True  # what comes from other ranks is received
+        self.dependencies.has_transfers = True  # so that needs are receives
         self.rows: list[list[Action]] = [[] for _ in schedule]
-        # Of each pair of ranks, what is not posted yet, in the sender's order.
-        self.expected: dict[tuple[int, int], deque[Action]] = {}
+        # By (sending rank, receiving rank): receives to post, in the sender's order.
+        self.unposted: dict[tuple[int, int], deque[Action]] = {}
         for row in schedule:
             for action in row:
                 for send in self.dependencies.sends(action):
                     receive = other_end(send)
-                    self.expected.setdefault(self._pair(receive), deque()).append(
+                    self.unposted.setdefault(self._rank_pair(receive), deque()).append(
                         receive
                     )
 
-    def _pair(self, receive: Action) -> tuple[int, int]:
-        """The sending and the receiving rank."""
+    def _rank_pair(self, receive: Action) -> tuple[int, int]:
+        """Returns the sending and the receiving rank."""
         rank_of = self.dependencies.rank_of
         return rank_of[receive.peer or 0], rank_of[receive.stage]
 
@@ -107,34 +109,36 @@ class _Lowering(Player):
         self.play(map(self._rank, self.schedule, self.rows))
         while blocked := [need for need in self.waits if isinstance(need, Posting)]:
             self._post(blocked[0].receive)
-            self.go_on()
+            self.run_awake()
         return tuple(tuple(row) for row in self.rows)
 
-    def _rank(self, row: Sequence[Action], made_row: list[Action]) -> Iterator[Any]:
+    def _rank(
+        self, row: Sequence[Action], lowered_row: list[Action]
+    ) -> Iterator[Hashable]:
         self._post_for(row[:2])
-        for at, action in enumerate(row):
+        for index, action in enumerate(row):
             yield from self.dependencies.needs(action)
-            for name in made(action):
-                self.happened(name)
-            made_row.append(action)
+            for name in name_results(action):
+                self.record(name)
+            lowered_row.append(action)
             for send in self.dependencies.sends(action):
                 receive = other_end(send)
                 yield Posting(receive)
-                self.happened(receive)
-                made_row.append(send)
-            self._post_for(row[at + 2 : at + 3])
+                self.record(receive)
+                lowered_row.append(send)
+            self._post_for(row[index + 2 : index + 3])
 
     def _post_for(self, actions: Iterable[Action]) -> None:
-        """Posts what these compute actions receive."""
+        """Posts the receives that compute actions need."""
         for action in actions:
             for need in self.dependencies.needs(action):
                 if need.peer is not None:
                     self._post(need)
 
     def _post(self, receive: Action) -> None:
-        """Posts a receive, and first those that its sender sends before it."""
-        expected = self.expected[self._pair(receive)]
+        """Posts a receive, after those of what the same rank sends before it."""
+        unposted = self.unposted[self._rank_pair(receive)]
         while Posting(receive) not in self.times:
-            first = expected.popleft()
+            first = unposted.popleft()
             self.rows[self.dependencies.rank_of[first.stage]].append(first)
-            self.happened(Posting(first))
+            self.record(Posting(first))

@@ -1,4 +1,11 @@
-"""The proof that a schedule runs: complete, in order, without deadlock."""
+"""The proof that a schedule runs: complete, in order, without deadlock.
+
+`pipelines` verifies a schedule when ``pipeline`` is called, `handler` again with the
+edges of the traced loss, before any message is sent. The checks go from what is cheap
+to say to what needs the schedule played: each part once; updates that leave no
+gradient over; sends and receives that match; the order on each rank; and at last a run
+under the strictest model of messages (`player.ScheduleRun`), which ends or deadlocks.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +23,13 @@ from fsfunc.pipelining.actions import (
     parse,
     stages_of,
 )
-from fsfunc.pipelining.player import Dependencies, Edge, ScheduleRun, made, other_end
+from fsfunc.pipelining.player import (
+    Dependencies,
+    Edge,
+    ScheduleRun,
+    name_results,
+    other_end,
+)
 
 
 @api_boundary
@@ -27,7 +40,7 @@ def verify(
     n_stages: int | None = None,
     n_microbatches: int | None = None,
 ) -> None:
-    """Return nothing where the schedule is right and runs to its end.
+    """Raises unless the schedule is right and runs to its end.
 
     Each stage is on one rank and takes each microbatch forward once, and backward
     once: by B, or by I and then W (nowhere, in a schedule of forwards alone). Every
@@ -35,8 +48,8 @@ def verify(
     gradients to take up, and every gradient of every stage an update. Where the
     schedule has transfers of its own, each edge between two ranks carries one
     message each way for each microbatch, the messages from one rank to another are
-    received in the order in which they are sent, and no rank waits for ever though
-    sends block until their receive is posted.
+    received in the order in which they are sent, and no rank waits for ever, even if
+    each send blocks until its receive is posted.
 
     Args:
         schedule: compute actions alone, or with their transfers; rows of text too.
@@ -68,10 +81,10 @@ def verified_run(
     cost: Callable[[Action], float] = lambda action: 0,
     send: float = 0,
 ) -> ScheduleRun:
-    """Return the schedule as it was played to its end."""
+    """Returns a schedule's run, after every check of `verify`."""
     _check_complete(schedule, dependencies, n_stages, n_microbatches)
     _check_updates(schedule)
-    if dependencies.explicit:
+    if dependencies.has_transfers:
         _check_matched(schedule, dependencies)
     _check_order(schedule, dependencies)
     run = ScheduleRun(schedule, dependencies, cost, send)
@@ -79,24 +92,24 @@ def verified_run(
     return run
 
 
-def held(schedule: Schedule) -> tuple[float, ...]:
-    """Return how many microbatches' activations each rank holds at its fullest.
+def peak_microbatches(schedule: Schedule) -> tuple[float, ...]:
+    """Returns the most microbatches whose activations each rank saves at one time.
 
     The unit is one microbatch in all layers of the rank: in one of a rank's v stages
-    it counts 1/v. F takes it up, B or W gives it back; I keeps it. A schedule of
-    forwards alone holds nothing.
+    it counts 1/v. F saves the activations, B or W frees them, I leaves them. A schedule
+    of forwards alone saves nothing.
 
     >>> from fsfunc.pipelining.schedules import interleaved_1f1b, one_f_one_b
-    >>> held(one_f_one_b(4, 8)), held(interleaved_1f1b(8, 8))
+    >>> peak_microbatches(one_f_one_b(4, 8)), peak_microbatches(interleaved_1f1b(8, 8))
     ((4.0, 3.0, 2.0, 1.0), (5.5, 4.5, 3.5, 2.5))
     """
-    changes = [[a.of_kind.holds for a in row] for row in schedule]
-    given_back = any(change < 0 for each in changes for change in each)
-    most = []
-    for row, each in zip(schedule, changes, strict=True):
-        counts = accumulate(each if given_back else (), initial=0)
-        most.append(max(counts) / max(len(stages_of(row)), 1))
-    return tuple(most)
+    changes = [[a.traits.activation_change for a in row] for row in schedule]
+    frees = any(change < 0 for row_changes in changes for change in row_changes)
+    peaks = []
+    for row, row_changes in zip(schedule, changes, strict=True):
+        counts = accumulate(row_changes if frees else (), initial=0)
+        peaks.append(max(counts) / max(len(stages_of(row)), 1))
+    return tuple(peaks)
 
 
 def _check_complete(
@@ -106,31 +119,33 @@ def _check_complete(
     n_microbatches: int | None,
 ) -> None:
     rank_of = dependencies.rank_of
-    have = Counter(action for row in schedule for action in row)
+    counts = Counter(action for row in schedule for action in row)
+    # `n_stages` and `n_microbatches` say what the caller has; without them the
+    # schedule's own largest numbers count, and only gaps are found.
     stages = len(rank_of) if n_stages is None else n_stages
-    most = max(action.microbatch for action in have) + 1
-    count = most if n_microbatches is None else n_microbatches
-    for action, times in have.items():
-        where = f"rank {rank_of[action.stage]}: {action}"
-        if action.stage >= stages or action.microbatch >= count:
+    found_batches = max(action.microbatch for action in counts) + 1
+    n_batches = found_batches if n_microbatches is None else n_microbatches
+    for action, times in counts.items():
+        place = f"rank {rank_of[action.stage]}: {action}"
+        if action.stage >= stages or action.microbatch >= n_batches:
             raise ScheduleError(
-                f"{where} is impossible: there are {stages} stages and {count} "
+                f"{place} is impossible: there are {stages} stages and {n_batches} "
                 "microbatches, numbered from 0 on"
             )
         if times > 1:
-            raise ScheduleError(f"{where} comes {times} times: once is right")
+            raise ScheduleError(f"{place} comes {times} times: once is right")
     if len(rank_of) < stages:
         raise ScheduleError(
             f"stage {len(rank_of)} of {stages} is on no rank of the schedule"
         )
-    backwards = any(set(action.of_kind.parts) - {"F"} for action in have)
-    working = {letter: kind.parts for letter, kind in KINDS.items() if kind.parts}
-    every = sorted({part for parts in working.values() for part in parts})
+    backwards = any(set(action.traits.parts) - {"F"} for action in counts)
+    parts_of = {letter: kind.parts for letter, kind in KINDS.items() if kind.parts}
+    all_parts = sorted({part for parts in parts_of.values() for part in parts})
     for stage, rank in enumerate(rank_of):
-        for m in range(count):
-            kinds = [k for k in working if Action(k, stage, m) in have]
-            done = sorted(part for kind in kinds for part in working[kind])
-            if done == (every if backwards else ["F"]):
+        for m in range(n_batches):
+            kinds = [k for k in parts_of if Action(k, stage, m) in counts]
+            done = sorted(part for kind in kinds for part in parts_of[kind])
+            if done == (all_parts if backwards else ["F"]):
                 continue
             wanted = "F, and B or I and W" if backwards else "F"
             raise ScheduleError(
@@ -145,25 +160,27 @@ def _check_updates(schedule: Schedule) -> None:
     for rank, row in enumerate(schedule):
         due: dict[int, list[int]] = {stage: [] for stage in stages_of(row)}
         for action in row:
-            gradients = due[action.stage]
-            if action.of_kind.ends_gradients:
-                gradients.append(action.microbatch)
-            elif action.of_kind.updates:
-                if gradients[-1:] != [action.microbatch]:
-                    last = gradients[-1] if gradients else None
-                    found = "none" if last is None else f"microbatch {last}'s as last"
+            pending = due[action.stage]
+            if action.traits.ends_gradients:
+                pending.append(action.microbatch)
+            elif action.traits.updates:
+                if pending[-1:] != [action.microbatch]:
+                    last = pending[-1] if pending else None
+                    described = (
+                        "none" if last is None else f"microbatch {last}'s as last"
+                    )
                     raise ScheduleError(
                         f"rank {rank}: {action} is to take up gradients, microbatch "
                         f"{action.microbatch}'s as last, but since the update before "
-                        f"there is {found}"
+                        f"there is {described}"
                     )
-                gradients.clear()
-        for stage, gradients in due.items():
-            if gradients:
+                pending.clear()
+        for stage, pending in due.items():
+            if pending:
                 raise ScheduleError(
                     f"rank {rank}: no update takes up the gradients of microbatches "
-                    f"{gradients} of stage {stage}: an update is missing at the end, "
-                    f"U{gradients[-1]}@{stage}"
+                    f"{pending} of stage {stage}: an update is missing at the end, "
+                    f"U{pending[-1]}@{stage}"
                 )
 
 
@@ -171,13 +188,13 @@ def _check_matched(schedule: Schedule, dependencies: Dependencies) -> None:
     rank_of = dependencies.rank_of
     sends = {send for row in schedule for a in row for send in dependencies.sends(a)}
     wanted = sends | {other_end(send) for send in sends}
-    found = {action for row in schedule for action in row if not action.is_compute}
-    for action in sorted(wanted - found):
+    present = {action for row in schedule for action in row if not action.is_compute}
+    for action in sorted(wanted - present):
         raise ScheduleError(
             f"rank {rank_of[action.stage]} has no {action}; the stages "
             f"{action.stage} and {action.peer} are joined by an edge"
         )
-    for action in sorted(found - wanted):
+    for action in sorted(present - wanted):
         raise ScheduleError(
             f"rank {rank_of[action.stage]}: {action} has no place: no edge between "
             "two ranks carries it"
@@ -185,11 +202,11 @@ def _check_matched(schedule: Schedule, dependencies: Dependencies) -> None:
     sent: dict[tuple[int, int], list[Action]] = {}
     received: dict[tuple[int, int], list[Action]] = {}
     for action in (a for row in schedule for a in row):
-        here, there = rank_of[action.stage], rank_of[action.peer or 0]
-        if action.of_kind.transfer == ">":
-            sent.setdefault((here, there), []).append(action)
-        elif action.of_kind.transfer == "<":
-            received.setdefault((there, here), []).append(action)
+        rank, peer_rank = rank_of[action.stage], rank_of[action.peer or 0]
+        if action.traits.transfer == ">":
+            sent.setdefault((rank, peer_rank), []).append(action)
+        elif action.traits.transfer == "<":
+            received.setdefault((peer_rank, rank), []).append(action)
     for (source, target), messages in sent.items():
         for send, receive in zip(messages, received[source, target], strict=True):
             if other_end(send) != receive:
@@ -202,16 +219,18 @@ def _check_matched(schedule: Schedule, dependencies: Dependencies) -> None:
 
 def _check_order(schedule: Schedule, dependencies: Dependencies) -> None:
     for rank, row in enumerate(schedule):
-        mine = {name: action for action in row for name in made(action)}
-        before: set[Action] = set()
+        local_actions = {
+            name: action for action in row for name in name_results(action)
+        }
+        done: set[Action] = set()
         for action in row:
             for need in dependencies.needs(action):
-                if need in mine and need not in before:
+                if need in local_actions and need not in done:
                     raise ScheduleError(
-                        f"rank {rank}: {action} comes before {mine[need]}, which it "
-                        "needs"
+                        f"rank {rank}: {action} comes before {local_actions[need]}, "
+                        "which it needs"
                     )
-            before.update(made(action))
+            done.update(name_results(action))
 
 
 def _check_ended(schedule: Schedule, run: ScheduleRun) -> None:
@@ -223,9 +242,11 @@ def _check_ended(schedule: Schedule, run: ScheduleRun) -> None:
         if n == len(row):
             lines.append(f"  rank {rank}: has ended")
             continue
-        missing = run.missing(row[n])
+        # What is missing is on another rank: of a receive that was posted its sender,
+        # else the rank of the needed action itself.
+        missing = run.unmet_needs(row[n])
         stage = missing[0].stage
-        if missing[0].of_kind.transfer == "<" and row[n].is_compute:
+        if missing[0].traits.transfer == "<" and row[n].is_compute:
             stage = missing[0].peer or 0
         waits = ", ".join(map(str, missing))
         lines.append(

@@ -12,7 +12,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
-from fsfunc.planning.events import Event, Gave, Took
+from fsfunc.planning.events import Allocated, Event, Freed
 from fsfunc.planning.machines import Hardware
 from fsfunc.planning.plans import Plan
 from fsfunc.runtime.memory import OFFLOADED
@@ -131,7 +131,7 @@ def reserved_bytes(
     events: Iterable[Event],
     kinds: Mapping[int, str] = {},
     capacity: float = float("inf"),
-    stream: Callable[[Took], str] = lambda took: "",
+    stream: Callable[[Allocated], str] = lambda took: "",
 ) -> int:
     """The most bytes that a caching allocator reserves for these events.
 
@@ -144,16 +144,17 @@ def reserved_bytes(
 
     Cost: some microseconds a storage.
 
-    >>> reserved_bytes([Took(0, 5, "", "", ""), Took(1, 3 * 2**20, "", "", "")])
+    >>> small, large = Allocated(0, 5, "", "", ""), Allocated(1, 3 * 2**20, "", "", "")
+    >>> reserved_bytes([small, large])
     23068672
     """
     allocator, held = Allocator(capacity), {}
     for event in events:
-        if isinstance(event, Took):
-            if kinds.get(event.key) != OFFLOADED and event.bytes:
-                held[event.key] = allocator.take(event.bytes, stream(event))
-        elif isinstance(event, Gave) and event.key in held:
-            allocator.give(held.pop(event.key))
+        if isinstance(event, Allocated):
+            if kinds.get(event.storage) != OFFLOADED and event.bytes:
+                held[event.storage] = allocator.take(event.bytes, stream(event))
+        elif isinstance(event, Freed) and event.storage in held:
+            allocator.give(held.pop(event.storage))
     return allocator.peak
 
 

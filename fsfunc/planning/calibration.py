@@ -19,7 +19,7 @@ from fsfunc.comm.groups import RankGroup
 from fsfunc.comm.ledgers import silence
 from fsfunc.comm.mesh import Here, Mesh, here, maybe_here
 from fsfunc.comm.tracebacks import api_boundary
-from fsfunc.planning.events import Op, Ran, Took
+from fsfunc.planning.events import Allocated, Op, Ran
 from fsfunc.planning.hardware import PAIRWISE
 from fsfunc.planning.machines import Hardware, Level
 from fsfunc.planning.observer import Observer
@@ -215,13 +215,13 @@ def _attention(watch: Stopwatch, sizes: Sizes, bare: Hardware) -> float:
 def _observed(call: Callable[[], Any], bare: Hardware) -> tuple[list[Op], float]:
     """The operators of a call, and the seconds that are not their own work."""
     observer = Observer()
-    observer.always = True  # also where no ledger is open
+    observer.ignores_silence = True  # also where no ledger is open
     with observer:
         kept = call()
     events = observer.book.events
     del kept
     ops = [event.op for event in events if isinstance(event, Ran)]
-    taken = sum(event.bytes for event in events if isinstance(event, Took))
+    taken = sum(event.bytes for event in events if isinstance(event, Allocated))
     touched = taken / bare.fresh if bare.fresh else 0.0
     return ops, len(ops) * bare.overhead + touched
 

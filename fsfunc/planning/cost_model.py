@@ -173,7 +173,7 @@ def taken_seconds(size: int, hardware: Hardware, op: str) -> float:
     Args:
         size: bytes.
         hardware: whose memory.
-        op: who took it, as a plan's ``Took`` says.
+        op: who took it, as a plan's ``Allocated`` says.
 
     >>> from fsfunc.planning.hardware import H100, replace
     >>> slow = replace(H100, fresh=2e9)

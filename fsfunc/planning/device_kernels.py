@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from fsfunc import _torch
-from fsfunc.planning.events import Event, Gave, Op, Ran, Took
+from fsfunc.planning.events import Allocated, Event, Freed, Op, Ran
 
 Kernels = Callable[[], AbstractContextManager[Any]]
 
@@ -269,15 +269,15 @@ class FusedChains:
         passing: dict[int, int] = {}  # where a chain took what is not given back yet
         fused = False
         for e in events:
-            if isinstance(e, Took):
+            if isinstance(e, Allocated):
                 if fused:
-                    passing[e.key] = len(found)
-            elif not isinstance(e, Gave):
+                    passing[e.storage] = len(found)
+            elif not isinstance(e, Freed):
                 passing.clear()
                 fused = isinstance(e, Ran) and id(e.op) in ops
                 if isinstance(e, Ran) and fused:
                     e = e._replace(op=ops[id(e.op)])
-            elif (at := passing.pop(e.key, None)) is not None:
+            elif (at := passing.pop(e.storage, None)) is not None:
                 found[at] = found[at]._replace(bytes=0)  # pyright: ignore
             found.append(e)
         return found

@@ -1,4 +1,10 @@
-"""The events of a step, in order, as data: a plan is a list of them."""
+"""The events of a step as data: a plan of a rank is a list of them, in order.
+
+An `observer.Observer` writes operators (`Ran`) and memory (`Allocated`, `Freed`), a
+`planner.PlannedLink` transfers (`Started`, `Waited`). `simulation` plays a list in
+time, `plans.RankPlan` sums it up. `describe` says of one operator how much it computes
+and moves, as a cost model needs it.
+"""
 
 from __future__ import annotations
 
@@ -10,11 +16,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from fsfunc import _torch
 from fsfunc.comm.ledgers import Record
 from fsfunc.runtime.memory_spaces import any_offloaded, space_of
 from fsfunc.tracing.operators import FLOPS
 
-# "update" is all that lies outside a gradient call: the optimizer, and what comes in.
+# "update" is all that runs outside gradient calls: the optimizer, above all.
 PHASES = ("forward", "recompute", "backward", "update")
 
 
@@ -24,17 +31,17 @@ class Op(NamedTuple):
     Args:
         name: torch's, such as ``aten.mm``.
         flops: as ``torch.utils.flop_counter`` counts: 2 for a multiplication and its
-            addition, an attention whole whatever its mask; 0 for what it has no
-            formula for.
-        bytes: of all tensors that it reads and writes, each once.
-        dtype: of its first tensor of floats, or of its result.
-        dims: (batch, m, k, n) of a product [batch, m, k] @ [batch, k, n]; of an
-            attention (batch * heads, queries, keys, head dim); empty elsewhere.
-        causal: whether a mask spares it half of its ``flops``.
+            addition; an attention is counted whole, whatever its mask; 0 for what has
+            no formula.
+        bytes: the size of all tensors that it reads and writes, each once.
+        dtype: that of its first floating tensor, or of its result.
+        dims: (batch, m, k, n) of a product [batch, m, k] @ [batch, k, n]; (batch *
+            heads, queries, keys, head dim) of an attention; empty for others.
+        causal: whether a causal mask spares it half of its ``flops``.
         store: the kind of the ``Store`` beside the device, such as "host", that its
             tensors lie in; "" on the device.
-        crosses: whether it copies between that and the device; ``bytes`` are then of
-            what lies in the store.
+        crosses: whether it copies between the store and the device; ``bytes`` then
+            counts what lies in the store.
     """
 
     name: str
@@ -56,13 +63,14 @@ class Ran(NamedTuple):
 
 
 class Started(NamedTuple):
-    """The rank did its part of a transfer; ``number`` tells it from others.
+    """The rank did its part of a transfer.
 
     Args:
-        part: "issued" of a collective over ``ranks``; "sent" or "asked for" of a
-            message from the first of them to the second. The n-th that is asked for is
-            the n-th that is sent.
-        record: what the ledger has of it, which has of a message the sender's.
+        number: identifies the transfer among those of the rank.
+        part: "issued" for a collective over ``ranks``; "sent" or "asked for" for a
+            message from the first of ``ranks`` to the second. The n-th message that is
+            asked for is the n-th that is sent.
+        record: the ledger's record, which a message has at its sender alone.
     """
 
     number: int
@@ -77,15 +85,17 @@ class Waited(NamedTuple):
     number: int
 
 
-class Took(NamedTuple):
-    """Memory was taken: a storage of ``bytes``, by ``op`` of a unit and phase.
+class Allocated(NamedTuple):
+    """Memory was allocated: a storage of ``bytes``, by ``op`` in a unit and phase.
 
-    ``key`` tells it from all other storages of the rank. What the step was given has
-    ``op`` ``""`` and comes before everything else. ``owner``: the unit whose buffer it
-    is, where that is known: a prefetch is taken while another unit runs.
+    Args:
+        storage: the number of the storage, unique on the rank.
+        op: torch's name; "" for what the step was given, which comes first.
+        owner: the unit whose buffer it is, if that is known: a prefetch allocates it
+            while another unit runs.
     """
 
-    key: int
+    storage: int
     bytes: int
     op: str
     unit: str
@@ -93,26 +103,26 @@ class Took(NamedTuple):
     owner: str = ""
 
 
-class Gave(NamedTuple):
-    """The memory ``key`` was given back."""
+class Freed(NamedTuple):
+    """A storage was freed."""
 
-    key: int
+    storage: int
 
 
-Event = Ran | Started | Waited | Took | Gave
+Event = Ran | Started | Waited | Allocated | Freed
 
 
 class Turn(NamedTuple):
     """The work on a microbatch begins.
 
     Args:
-        at: the number of the event that comes next.
-        name: "F", "B" and so on of a pipeline's schedule, "m" of ``accumulate``; ""
-            where none is at work.
-        stage: of a pipeline, where a rank has several.
+        next_event: the number of the first event of that work.
+        name: the kind of action of a pipeline's schedule, such as "F"; "m" for
+            ``accumulate``; "" after the last microbatch.
+        stage: the pipeline's stage, if the rank has several.
     """
 
-    at: int
+    next_event: int
     name: str
     microbatch: int
     stage: int | None = None
@@ -129,99 +139,111 @@ class Turn(NamedTuple):
 _aten: Any = torch.ops.aten
 
 
-# Memory alone: nothing is computed or copied.
+# They allocate memory, and compute or copy nothing.
 _EMPTY = {
     _aten.empty, _aten.empty_like, _aten.empty_strided, _aten.new_empty,
     _aten.new_empty_strided,
 }  # fmt: skip
-# These read, of their first argument, only what they return; or write only that much.
+# Lookups read only so much of their first argument as they return.
 _LOOKUPS = {_aten.embedding, _aten.index_select, _aten.gather, _aten.index}
 _COPIES = {_aten.copy_, _aten._foreach_copy_, _aten._to_copy, _aten.clone}
 
 
 def describe(
-    func: Any,
+    func: _torch.OpOverload,
     args: Sequence[Any],
     kwargs: dict[str, Any],
     out: Any,
-    read: Sequence[Tensor],
-    made: Sequence[Tensor],
+    inputs: Sequence[Tensor],
+    outputs: Sequence[Tensor],
 ) -> Op | None:
-    """The operator that ran, or None for one that only takes memory.
+    """Returns the operator that ran, or None for one that only allocates memory.
 
     Args:
-        func: torch's operator; ``args``, ``kwargs``, ``out``: its call.
-        read, made: the tensors among its arguments, and those that it returned.
+        func: torch's operator.
+        args, kwargs, out: its arguments and result.
+        inputs, outputs: the tensors among the arguments, and in the result.
     """
     packet = func.overloadpacket
     if packet in _EMPTY:
         return None
-    count = FLOPS.get(packet)
-    flops = int(count(*args, **kwargs, out_val=out)) if count is not None else 0
+    flop_formula = FLOPS.get(packet)
+    flops = (
+        int(flop_formula(*args, **kwargs, out_val=out))
+        if flop_formula is not None
+        else 0
+    )
     if packet in _LOOKUPS:
-        size = 2 * sum(map(size_of, made)) + sum(map(size_of, read[1:]))
-    elif packet is _aten.nll_loss_forward:
-        size = 2 * size_of(read[1])
+        n_bytes = 2 * sum(map(size_of, outputs)) + sum(map(size_of, inputs[1:]))
+    elif packet is _aten.nll_loss_forward:  # it reads one entry of each row
+        n_bytes = 2 * size_of(inputs[1])
     else:
-        size = sum(map(size_of, _each((*read, *made))))
-    floats = (x.dtype for x in (*read, *made) if x.dtype.is_floating_point)
-    dtype = next(floats, None) or (*made, *read)[0].dtype
-    dims = _dims(packet, read)
-    op = Op(_name(packet), flops, size, dtype, dims, _causal(func, args, kwargs))
-    return _beside(op, packet, _each((*read, *made))) if any_offloaded() else op
+        n_bytes = sum(map(size_of, _each((*inputs, *outputs))))
+    floats = (x.dtype for x in (*inputs, *outputs) if x.dtype.is_floating_point)
+    dtype = next(floats, None) or (*outputs, *inputs)[0].dtype
+    dims = _dims(packet, inputs)
+    op = Op(_name(packet), flops, n_bytes, dtype, dims, _causal(func, args, kwargs))
+    return (
+        _with_store(op, packet, _each((*inputs, *outputs))) if any_offloaded() else op
+    )
 
 
-def _beside(op: Op, packet: Any, tensors: Sequence[Tensor]) -> Op:
-    """``op``, and where its tensors lie."""
+def _with_store(
+    op: Op, packet: _torch.OpOverloadPacket, tensors: Sequence[Tensor]
+) -> Op:
+    """Returns ``op`` with the store beside the device that its tensors lie in."""
     kinds = [space_of(x).kind for x in tensors]
     store = min(filter(None, kinds), default="")
     if packet not in _COPIES or "" not in kinds:
         return op._replace(store=store)
-    size = sum(size_of(x) for x, kind in zip(tensors, kinds, strict=True) if kind)
-    return op._replace(bytes=size, store=store, crosses=True) if store else op
+    n_bytes = sum(size_of(x) for x, kind in zip(tensors, kinds, strict=True) if kind)
+    return op._replace(bytes=n_bytes, store=store, crosses=True) if store else op
 
 
 def _each(tensors: Iterable[Tensor]) -> list[Tensor]:
+    """Returns the distinct tensors."""
     return list({id(x): x for x in tensors}.values())
 
 
-_name = functools.cache(str)
+_name = functools.cache(str)  # `str` of an operator formats anew each time
 
 
 def size_of(x: Tensor) -> int:
-    """Bytes of the elements under ``x``: a broadcast dim is there once."""
-    count, steps = x.numel(), x.stride()
-    if count and 0 in steps:
-        count = math.prod(n for n, step in zip(x.shape, steps, strict=True) if step)
+    """Returns the bytes of ``x`` in memory; a broadcast dim (stride 0) counts once."""
+    count, strides = x.numel(), x.stride()
+    if count and 0 in strides:
+        count = math.prod(n for n, step in zip(x.shape, strides, strict=True) if step)
     return int(count) * x.element_size()
 
 
-def _dims(packet: Any, read: Sequence[Tensor]) -> tuple[int, ...]:
+def _dims(packet: _torch.OpOverloadPacket, inputs: Sequence[Tensor]) -> tuple[int, ...]:
     if packet in (_aten.mm, _aten.addmm, _aten.addmm_):
-        a, b = read[-2:]
-        return (1, int(a.shape[0]), int(a.shape[1]), int(b.shape[1]))
+        left, right = inputs[-2:]
+        return (1, int(left.shape[0]), int(left.shape[1]), int(right.shape[1]))
     if packet in (_aten.bmm, _aten.baddbmm, _aten.baddbmm_):
-        a, b = read[-2:]
-        return (*map(int, a.shape), int(b.shape[2]))
+        left, right = inputs[-2:]
+        return (*map(int, left.shape), int(right.shape[2]))
     if is_attention(packet):
-        q, k = read[1:3] if "backward" in str(packet) else read[:2]
+        q, k = inputs[1:3] if "backward" in str(packet) else inputs[:2]
         heads = int(q.shape[:-2].numel())
         return (heads, int(q.shape[-2]), int(k.shape[-2]), int(q.shape[-1]))
     return ()
 
 
 @functools.cache
-def is_attention(packet: Any) -> bool:
-    """True if an operator is a fused attention."""
+def is_attention(packet: _torch.OpOverloadPacket) -> bool:
+    """Returns whether an operator is a fused attention."""
     name = str(packet)
     return "_attention" in name and "scaled_dot_product" in name
 
 
-def _causal(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+def _causal(
+    func: _torch.OpOverload, args: Sequence[Any], kwargs: dict[str, Any]
+) -> bool:
     if not is_attention(func.overloadpacket):
         return False
     names = [argument.name for argument in func._schema.arguments]
     if "is_causal" not in names:
         return False
-    at = names.index("is_causal")
-    return bool(args[at] if at < len(args) else kwargs.get("is_causal", False))
+    index = names.index("is_causal")
+    return bool(args[index] if index < len(args) else kwargs.get("is_causal", False))

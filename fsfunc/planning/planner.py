@@ -1,4 +1,15 @@
-"""``plan``: a step is run where nothing is computed or sent, and recorded."""
+"""``plan``: runs a step where nothing is computed or sent, and records it.
+
+`plan` calls the step on fake tensors, once for each distinct program of the mesh. Three
+things stand in its way, and write into one `observer.Book`:
+
+- a `PlannedLink` in place of the rank's link: each transfer as it starts and is waited
+  for;
+- an `observer.Observer`, as a dispatch mode: each operator, each storage;
+- the same observer as the frame's tracer: which unit and microbatch they belong to.
+
+The events become a `plans.RankPlan`.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +25,7 @@ from fsfunc import _torch, tree
 from fsfunc._torch import fake_modes
 from fsfunc.comm.backends.abstract import AbstractLink, naming_value_reads
 from fsfunc.comm.backends.link import Handle
+from fsfunc.comm.groups import RankGroup
 from fsfunc.comm.launch import spmd
 from fsfunc.comm.mesh import Here, Mesh, check_mesh, here, maybe_here, note_axes_read
 from fsfunc.comm.tracebacks import api_boundary
@@ -37,7 +49,8 @@ from fsfunc.transforms.donation import restore
 from fsfunc.transforms.local.averaging import LocalState
 from fsfunc.tree.types import PyTree
 
-_TOLD = (
+# What an error says of a tensor whose value is read, before and after the line.
+_VALUE_READ = (
     "the step that is planned",
     ", and in a plan nothing has one. Move it out of the step (what is only shown can "
     "be read off the metrics afterwards), or make it a torch.where",
@@ -53,7 +66,7 @@ def plan(
     device: Literal["cpu", "cuda"] = "cpu",
     every_microbatch: bool = False,
 ) -> Plan:
-    """Plan ``step(*args)``: every collective, FLOP and byte, before it runs.
+    """Plans ``step(*args)``: every collective, FLOP and byte, before it runs.
 
     The step runs on fake tensors and nothing is sent, so the mesh may have any size,
     and the parameters need not fit into memory.
@@ -99,14 +112,14 @@ def plan(
     >>> optimizer = ff.sharded_adam(1e-3)
     >>> step = ff.shard(optimizer(ff.value_and_grad(loss)), mesh, "data")
     >>> init = lambda: [torch.zeros(64, 64) for _ in range(3)]
-    >>> found = ff.plan(step, init, optimizer, torch.zeros(4, 64))
-    >>> found.count("all_gather"), found.bytes("data", "psum_scatter")
+    >>> planned = ff.plan(step, init, optimizer, torch.zeros(4, 64))
+    >>> planned.count("all_gather"), planned.bytes("data", "psum_scatter")
     (4, 49104)
     """
-    at = maybe_here() if mesh is None else None
+    outer_place = maybe_here() if mesh is None else None
     check_function(step, "plan")
-    makes = len(args) == 3 and isinstance(args[1], Optimizer)
-    if layouts and not makes:
+    makes_state = len(args) == 3 and isinstance(args[1], Optimizer)
+    if layouts and not makes_state:
         raise ValueError(
             "plan(layouts=...) of a state that is laid out already: give layouts to "
             "the place or init_state that made it"
@@ -115,106 +128,134 @@ def plan(
     kernels = kernels_of(device)
 
     def main() -> Plan:
-        given = _made(step, args, layouts) if makes else args
-        observer = Observer(kernels=kernels, every=every_microbatch)
-        return _here(step, given, here(), observer)
+        step_args = _make_arguments(step, args, layouts) if makes_state else args
+        observer = Observer(kernels=kernels, every_microbatch=every_microbatch)
+        return _plan_here(step, step_args, here(), observer)
 
+    # Inside `spmd` the plan is of this rank; outside it is of every distinct program.
     with uncollected():
-        found = _everywhere(main, _mesh_of(step, mesh)) if at is None else main()
-    return replace(found, step=title(step))
+        if outer_place is None:
+            planned = _plan_everywhere(main, _mesh_of(step, mesh))
+        else:
+            planned = main()
+    return replace(planned, step=title(step))
 
 
-def _mesh_of(step: Any, mesh: Mesh | None) -> Mesh:
-    """An abstract mesh like the one given, or the one that the transforms name."""
+def _mesh_of(step: Callable[..., PyTree], mesh: Mesh | None) -> Mesh:
+    """Returns an abstract mesh like the one given, or like that of the transforms."""
     if mesh is None:
-        named = [getattr(h, "mesh", None) for h in getattr(step, "interpretations", ())]
-        mesh = next((m for m in named if m is not None), None)
+        meshes = [
+            getattr(h, "mesh", None) for h in getattr(step, "interpretations", ())
+        ]
+        mesh = next((m for m in meshes if m is not None), None)
     return Mesh({} if mesh is None else check_mesh(mesh, "plan").axes, "abstract")
 
 
-def _everywhere(main: Callable[[], Plan], mesh: Mesh) -> Plan:
-    """The plans of every distinct program of a mesh, as one."""
-    found = spmd(main, mesh)()
-    alike = mesh.size // len(found)
-    ranks = (replace(p.ranks[0], alike=alike) for p in found)
-    return Plan(mesh, tuple(ranks), found.asked)
+def _plan_everywhere(main: Callable[[], Plan], mesh: Mesh) -> Plan:
+    """Returns the plans of every distinct program of a mesh, as one."""
+    # An abstract mesh runs `main` for rank 0, and for other ranks only along axes of
+    # which it asks for its coordinate (`asks`).
+    plans = spmd(main, mesh)()
+    n_alike = mesh.size // len(plans)
+    ranks = (replace(p.ranks[0], alike=n_alike) for p in plans)
+    return Plan(mesh, tuple(ranks), plans.asked)
 
 
-def _made(
-    step: Any, args: Sequence[Any], layouts: LayoutRules | None
-) -> tuple[Any, ...]:
-    """The state and the batch, of the functions that make them."""
+def _make_arguments(
+    step: Callable[..., PyTree], args: Sequence[Any], layouts: LayoutRules | None
+) -> tuple[PyTree, ...]:
+    """Returns the state and the batch, made by the functions that make them."""
     init, optimizer, batch = args
     batch = batch() if callable(batch) else batch
     _check_devices(batch)
     if (mode := _torch.fake_mode()) is not None:
         batch = shadows(mode, batch)
-    with naming_value_reads(*_TOLD):
+    with naming_value_reads(*_VALUE_READ):
         return init_state(step, init, optimizer, batch, layouts=layouts), batch
 
 
-def _here(step: Any, args: Sequence[Any], at: Here, observer: Observer) -> Plan:
-    """The plan of this rank."""
-    found, asked = _planned(step, args, at, observer)
-    note_axes_read(asked)
-    axes = tuple(a for a in at.mesh.axes if a in asked)
-    count = math.prod(at.mesh.axes[a] for a in axes)
-    return Plan(at.mesh, (replace(found, alike=at.mesh.size // count),), axes)
+def _plan_here(
+    step: Callable[..., PyTree], args: Sequence[PyTree], place: Here, observer: Observer
+) -> Plan:
+    """Returns the plan of this rank."""
+    rank_plan, varying_axes = _run_step(step, args, place, observer)
+    note_axes_read(varying_axes)
+    axes = tuple(a for a in place.mesh.axes if a in varying_axes)
+    n_programs = math.prod(place.mesh.axes[a] for a in axes)
+    return Plan(
+        place.mesh, (replace(rank_plan, alike=place.mesh.size // n_programs),), axes
+    )
 
 
-def _planned(
-    step: Any, args: Sequence[Any], at: Here, observer: Observer
+def _run_step(
+    step: Callable[..., PyTree], args: Sequence[PyTree], place: Here, observer: Observer
 ) -> tuple[RankPlan, set[str]]:
-    log, asked = Ledger(), set[str]()
+    """Runs the step on fake tensors.
+
+    Returns:
+        its plan, and the axes along which it read this rank's coordinate: ranks that
+        differ along other axes alone run the same program.
+    """
+    log, varying_axes = Ledger(), set[str]()
     refuse_unusable(args)
     _check_devices(args)
-    now = replace(at, link=PlannedLink(at.rank, observer, log))
+    planned_place = replace(place, link=PlannedLink(place.rank, observer, log))
     with (
-        without_data(args, now, log=log, asked_axes=asked, read_error=_TOLD) as mode,
+        without_data(
+            args,
+            planned_place,
+            log=log,
+            asked_axes=varying_axes,
+            read_error=_VALUE_READ,
+        ) as mode,
         counting(observer),
     ):
         args = shadows(mode, args)
         leaves = []
         for leaf, tensors in _leaves(args):
-            observer.given(leaf.kind, tensors)
+            observer.record_given(leaf.kind, tensors)
             leaves.append(leaf)
-            del tensors  # the step may let go of a buffer that the state keeps
+            del tensors  # else a buffer that a donated step frees would stay counted
         try:
-            mine = None if frame().here is None else now
+            frame_place = None if frame().here is None else planned_place
             with (
-                inside(frame().replace(tracer=observer, here=mine)),
+                inside(frame().replace(tracer=observer, here=frame_place)),
                 observer.kernels(),
                 observer,
             ):
-                out = step(*args)
+                returned = step(*args)
         finally:
-            restore(args)  # a donated step marks what is the caller's
+            restore(args)  # a donated step has marked the caller's leaves as spent
         observer.measure_copies()
-        for value in out if isinstance(out, tuple) else (out,):
+        # What the step returned as its new state is parameters and moments, and no
+        # activations.
+        for value in returned if isinstance(returned, tuple) else (returned,):
             if isinstance(value, TrainState | LocalState):
                 for leaf, tensors in _leaves((value,)):
                     observer.count_as(leaf.kind, tensors)
         book = observer.book
-        book.close()
+        book.close()  # what is freed from here on is no part of the step
     events = observer.chains.whole(book.events) if observer.compiled else book.events
-    found = RankPlan(
-        at.rank, 1, at.mesh.coordinates(at.rank), events, book.kinds,
+    rank_plan = RankPlan(
+        place.rank, 1, place.mesh.coordinates(place.rank), events, book.kinds,
         leaves, log.records, observer.calls, observer.derived, book.turns,
     )  # fmt: skip
-    return found, asked
+    return rank_plan, varying_axes
 
 
 # What the step is given
 
 
-def _check_devices(values: Any) -> None:
+def _check_devices(values: PyTree) -> None:
     for x in tree.leaves(values):
         if isinstance(x, Tensor):
             fake_modes.check_device(_torch.device_of(x))
 
 
-def _leaves(args: Any) -> Iterator[tuple[PlannedLeaf, list[Tensor]]]:
-    """Each tensor among the arguments, and the memory that it lies in."""
+def _leaves(
+    args: Sequence[PyTree],
+) -> Iterator[tuple[PlannedLeaf, list[Tensor]]]:
+    """Yields each tensor among the arguments, and the tensors of its memory."""
     for i, value in enumerate(args):
         head = "" if i == 0 else "batch" if i == 1 else f"argument {i}"
         paths, leaves, _ = tree.flatten_with_paths(value, is_leaf=is_sharded)
@@ -225,11 +266,11 @@ def _leaves(args: Any) -> Iterator[tuple[PlannedLeaf, list[Tensor]]]:
             path = "/".join(part for part in (head, path) if part)
             layout = x.layout if isinstance(x, Sharded) else None
             shard = x.packed if isinstance(x, Sharded) else None
-            flat = None if layout is None else layout.flat
-            unit = "" if flat is None else flat.buffer.partition(":")[0]
-            if shard is not None and layout is not None:  # a view of its buffer
-                at = [id(m) for m in shard.members].index(id(layout))
-                start, stop = shard.ranges[at]
+            flat_layout = None if layout is None else layout.flat
+            unit = "" if flat_layout is None else flat_layout.buffer.partition(":")[0]
+            if shard is not None and layout is not None:  # one of several in a buffer
+                index = [id(m) for m in shard.members].index(id(layout))
+                start, stop = shard.ranges[index]
                 size = (stop - start) * shard.flat.element_size()
                 tensors = [shard.flat, *([] if shard.whole is None else [shard.whole])]
             else:
@@ -240,8 +281,8 @@ def _leaves(args: Any) -> Iterator[tuple[PlannedLeaf, list[Tensor]]]:
             yield PlannedLeaf(path, kind, shape, x.dtype, size, layout, unit), tensors
 
 
-def _kind(i: int, value: Any, path: str) -> str:
-    """The kind of memory that a leaf of argument ``i`` is."""
+def _kind(i: int, value: PyTree, path: str) -> str:
+    """Returns what the memory of a leaf of argument ``i`` is for."""
     if i > 0:
         return "buffers"
     if not isinstance(value, TrainState | LocalState):
@@ -251,65 +292,80 @@ def _kind(i: int, value: Any, path: str) -> str:
     return kinds.get(head, "buffers")
 
 
-class _NotedMove(Handle):
-    """A collective or transfer that is noted again when it is waited for.
+class _PlannedTransfer(Handle):
+    """The handle of a transfer, which also records when it is waited for.
 
-    Until then it holds ``x``, as links do that read it.
+    Until then it keeps ``x`` alive, as a real link does while it reads its memory.
     """
 
-    def __init__(self, work: Handle, number: int, observer: Observer, x: Any):
+    def __init__(self, work: Handle, number: int, observer: Observer, x: Tensor):
         self.work, self.number, self.observer = work, number, observer
         self.x: Tensor | None = x
-        self.over = self.asked = False
-        observer.link.moves.add(self)
+        self.is_over = self.was_asked = False
+        observer.link.in_flight.add(self)  # type: ignore
 
     def wait(self) -> Tensor:
-        if not self.over:
-            self.over, self.x = True, None
+        if not self.is_over:
+            self.is_over, self.x = True, None
             self.observer.book.events.append(Waited(self.number))
         return self.work.wait()
 
     def done(self) -> bool:
-        """False when asked first: when others come is unknown, so it takes one more."""
-        over, self.asked = self.over or self.asked, True
-        self.x = None if over else self.x
-        return over
+        """Returns False when asked first, then True.
+
+        When the other ranks come is unknown on paper: a transfer is taken to last
+        until somebody asks a second time.
+        """
+        is_over, self.was_asked = self.is_over or self.was_asked, True
+        self.x = None if is_over else self.x
+        return is_over
 
 
 class PlannedLink(AbstractLink):
-    """Notes in the observer's book when each transfer starts and is waited for.
+    """A link that sends nothing, and records when transfers start and are waited for.
 
     Args:
-        log: the ledger into which the collectives are written, each just before.
+        observer: in whose book it records them.
+        log: the ledger, into which the caller has just written each collective.
+
+    Attributes:
+        count: the number of transfers so far, from which they have their numbers.
+        in_flight: the handles that are still alive.
     """
 
     def __init__(self, rank: int, observer: Observer, log: Ledger):
         super().__init__(rank)
         self.observer, self.log, self.count = observer, log, 0
-        self.moves: weakref.WeakSet[_NotedMove] = weakref.WeakSet()
+        self.in_flight: weakref.WeakSet[_PlannedTransfer] = weakref.WeakSet()
         observer.link = self
 
-    def under_way(self) -> list[_NotedMove]:
-        """The transfers that somebody may still wait for."""
-        return [move for move in self.moves if not move.over]
+    def under_way(self) -> list[_PlannedTransfer]:
+        """Returns the transfers that somebody may still wait for."""
+        return [move for move in self.in_flight if not move.is_over]
 
-    def _noted(self, work: Handle, part: str, ranks: Any, x: Tensor) -> Handle:
+    def _note(
+        self, work: Handle, part: str, ranks: tuple[int, ...], x: Tensor
+    ) -> Handle:
         record = None if part == "asked for" else self.log.records[-1]
         event = Started(self.count, part, ranks, record)
         self.observer.book.events.append(event)
         self.count += 1
-        return _NotedMove(work, event.number, self.observer, x)
+        return _PlannedTransfer(work, event.number, self.observer, x)
 
-    def start(self, op: str, x: Tensor, where: Any, **how: Any) -> Handle:
-        return self._noted(super().start(op, x, where, **how), "issued", where.ranks, x)
+    def start(self, op: str, x: Tensor, where: RankGroup, **options: Any) -> Handle:
+        return self._note(
+            super().start(op, x, where, **options), "issued", where.ranks, x
+        )
 
-    def send(self, x: Tensor, where: Any, to: int, name: str = "") -> Handle:
-        way = (self.rank, where.ranks[to])
-        return self._noted(super().send(x, where, to), "sent", way, x)
+    def send(self, x: Tensor, where: RankGroup, to: int, name: str = "") -> Handle:
+        ranks = (self.rank, where.ranks[to])
+        return self._note(super().send(x, where, to), "sent", ranks, x)
 
-    def receive(self, like: Tensor, where: Any, source: int, name: str = "") -> Handle:
-        work, way = (
+    def receive(
+        self, like: Tensor, where: RankGroup, source: int, name: str = ""
+    ) -> Handle:
+        work, ranks = (
             super().receive(like, where, source),
             (where.ranks[source], self.rank),
         )
-        return self._noted(work, "asked for", way, like)
+        return self._note(work, "asked for", ranks, like)

@@ -1,4 +1,9 @@
-"""``Plan``: the recorded events of a step, rank by rank, and their summaries."""
+"""``Plan``: the recorded events of a step, rank by rank, and their summaries.
+
+`planner.plan` makes one. A `RankPlan` has the events of one rank in order (`events`),
+and derives the rest from them: operators, FLOPs, memory at each moment. Ranks that run
+one program share one `RankPlan`: a plan of 1,024 ranks often has one or two.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +19,7 @@ import torch
 from fsfunc.comm.ledgers import Record
 from fsfunc.comm.mesh import Axis, Mesh
 from fsfunc.comm.traffic import Ledger
-from fsfunc.planning.events import Event, Gave, Ran, Took, Turn
+from fsfunc.planning.events import Allocated, Event, Freed, Ran, Turn
 from fsfunc.printing.tables import Report, Table, of_bytes, of_flops
 from fsfunc.runtime.memory import KINDS, OFFLOADED
 from fsfunc.sharded.layout import Layout
@@ -25,9 +30,9 @@ class PlannedLeaf(NamedTuple):
 
     Args:
         path: in the state (``params/blocks/0/up``) or batch (``batch/tokens``).
-        kind: one of ``KINDS``.
-        shape, dtype: of the whole.
-        bytes: of this rank's part.
+        kind: what its memory is for, one of ``KINDS``.
+        shape, dtype: those of the whole tensor.
+        bytes: the size of this rank's part.
         layout: how it lies on the mesh; None for a plain tensor, which is whole here.
         unit: the unit whose buffer it lies in, or "".
     """
@@ -42,9 +47,9 @@ class PlannedLeaf(NamedTuple):
 
 
 class Alive(NamedTuple):
-    """Memory that is held at some moment, and who took it.
+    """A storage that is allocated at some moment, and the operator that allocated it.
 
-    ``unit``: whose it is, where that is known, else the one that ran then.
+    ``unit`` is the unit whose buffer it is, if that is known, else the one that ran.
     """
 
     bytes: int
@@ -68,16 +73,16 @@ class RankPlan:
     """The plan of one rank.
 
     Args:
-        rank: the one that was looked at.
+        rank: the rank that was planned.
         alike: how many ranks run this very program, this one included.
         coordinates: its place on the mesh.
         events: all that happens, in order.
-        kinds: what each storage is for.
+        kinds: by storage, what its memory is for: one of ``KINDS``.
         leaves: what the step was given: state and batch.
         records: its collectives, in the order of issue.
         calls: how often the body of a unit ran, by (unit, phase).
-        derived: bytes that a unit keeps for its backward which it computed from its
-            parameters alone (casts, normalised weights): whole, on every rank.
+        derived: by unit, bytes of what it computes from its parameters alone (casts,
+            normalised weights) and saves for its backward: whole, on every rank.
         turns: where the work on each microbatch begins.
     """
 
@@ -94,7 +99,7 @@ class RankPlan:
 
     @cached_property
     def ledger(self) -> Ledger:
-        """The collectives as a ledger of the real run would show them."""
+        """The collectives, as a ledger of the real run would show them."""
         return Ledger(list(self.records))
 
     def ops(self) -> Iterator[Ran]:
@@ -109,17 +114,17 @@ class RankPlan:
     @cached_property
     def work(self) -> Mapping[tuple[str, str], Work]:
         """The work by (unit, phase), in the order of first appearance."""
-        found: dict[tuple[str, str], Work] = {}
+        work_of: dict[tuple[str, str], Work] = {}
         for (op, unit, phase), n in self.ran.items():
             calls = self.calls.get((unit, phase), 0)
-            _, ops, flops, size = found.get((unit, phase), (0, 0, 0, 0))
-            found[unit, phase] = Work(
-                calls, ops + n, flops + n * op.flops, size + n * op.bytes
+            _, ops, flops, n_bytes = work_of.get((unit, phase), (0, 0, 0, 0))
+            work_of[unit, phase] = Work(
+                calls, ops + n, flops + n * op.flops, n_bytes + n * op.bytes
             )
-        return found
+        return work_of
 
     def flops(self, unit: str | None = None, phase: str | None = None) -> int:
-        """FLOPs of one unit, or one phase, or both, or all."""
+        """Returns the FLOPs of one unit, or one phase, or both, or all."""
         return sum(
             work.flops
             for (u, p), work in self.work.items()
@@ -129,34 +134,34 @@ class RankPlan:
     @cached_property
     def memory(self) -> list[tuple[int, tuple[int, ...]]]:
         """(event number, bytes held of each of ``KINDS``) after each change."""
-        held: dict[str, int] = {kind: 0 for kind in KINDS}
+        held_bytes: dict[str, int] = {kind: 0 for kind in KINDS}
         rows = []
         for number, kind, change in self._changes():
-            if kind != OFFLOADED:
-                held[kind] += change
-                rows.append((number, tuple(held.values())))
+            if kind != OFFLOADED:  # that lies beside the device
+                held_bytes[kind] += change
+                rows.append((number, tuple(held_bytes.values())))
         return rows
 
     def _changes(self) -> Iterator[tuple[int, str, int]]:
-        """(event number, kind, bytes) of memory taken, or given back as below 0."""
-        taken: dict[int, tuple[str, int]] = {}
+        """Yields (event number, kind, bytes) of each change; bytes < 0 when freed."""
+        allocated: dict[int, tuple[str, int]] = {}
         for number, event in enumerate(self.events):
-            if isinstance(event, Took):
-                kind = self.kinds.get(event.key, "activations")
-                taken[event.key] = kind, event.bytes
+            if isinstance(event, Allocated):
+                kind = self.kinds.get(event.storage, "activations")
+                allocated[event.storage] = kind, event.bytes
                 yield number, kind, event.bytes
-            elif isinstance(event, Gave) and event.key in taken:
-                kind, size = taken.pop(event.key)
+            elif isinstance(event, Freed) and event.storage in allocated:
+                kind, size = allocated.pop(event.storage)
                 yield number, kind, -size
 
     @cached_property
     def _fullest(self) -> tuple[int, tuple[int, ...]]:
         """The row of ``memory`` in which most is held."""
-        none = (0, (0,) * len(KINDS))
-        return max(self.memory, key=lambda row: sum(row[1]), default=none)
+        empty = (0, (0,) * len(KINDS))
+        return max(self.memory, key=lambda row: sum(row[1]), default=empty)
 
     @property
-    def peak_at(self) -> int:
+    def peak_event(self) -> int:
         """The number of the event at which most memory is held."""
         return self._fullest[0]
 
@@ -173,8 +178,8 @@ class RankPlan:
     @cached_property
     def offloaded_bytes(self) -> int:
         """The most bytes held at once beside the device: on the host, or its disk."""
-        beside = (change for _, kind, change in self._changes() if kind == OFFLOADED)
-        return max(accumulate(beside, initial=0))
+        changes = (change for _, kind, change in self._changes() if kind == OFFLOADED)
+        return max(accumulate(changes, initial=0))
 
     @cached_property
     def resident_bytes(self) -> int:
@@ -183,82 +188,105 @@ class RankPlan:
         return max(accumulate(changes, initial=0))
 
     def alive(self, at: int | None = None) -> list[Alive]:
-        """Memory held after event number ``at`` (default: the peak), largest first."""
-        at = self.peak_at if at is None else at
-        held: dict[int, Alive] = {}
-        for event in self.events[: at + 1]:
-            if isinstance(event, Took):
-                kind = self.kinds.get(event.key, "activations")
-                who = event.op, event.owner or event.unit, event.phase
-                held[event.key] = Alive(event.bytes, kind, *who)
-            elif isinstance(event, Gave):
-                held.pop(event.key, None)
-        found = [alive for alive in held.values() if alive.kind != OFFLOADED]
-        return sorted(found, key=lambda a: -a.bytes)
+        """Returns the storages held after event ``at``, by default that of the peak.
+
+        The largest first; what is offloaded is not on the device, and left out.
+        """
+        event_number = self.peak_event if at is None else at
+        alive_by_storage: dict[int, Alive] = {}
+        for event in self.events[: event_number + 1]:
+            if isinstance(event, Allocated):
+                kind = self.kinds.get(event.storage, "activations")
+                allocated_by = event.op, event.owner or event.unit, event.phase
+                alive_by_storage[event.storage] = Alive(
+                    event.bytes, kind, *allocated_by
+                )
+            elif isinstance(event, Freed):
+                alive_by_storage.pop(event.storage, None)
+        on_device = [
+            alive for alive in alive_by_storage.values() if alive.kind != OFFLOADED
+        ]
+        return sorted(on_device, key=lambda a: -a.bytes)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Plan:
     """The plan of a step: a :class:`RankPlan` for each distinct program.
 
-    ``count``, ``bytes`` and ``table`` speak of one rank, as a ledger's do: the lowest,
+    ``count``, ``bytes`` and ``table`` are of one rank, as a ledger's are: the lowest,
     or the one that ``rank=`` names. ``peak_bytes`` and ``flops`` are those of the rank
     that has most.
+
+    Args:
+        ranks: one rank of each distinct program.
+        differing_axes: the axes along which programs differ; ranks that differ along
+            others alone run the same one.
+        step: the step's name, with the transforms around it.
     """
 
     mesh: Mesh
     ranks: tuple[RankPlan, ...]
-    asked: tuple[str, ...] = ()  # axes along which programs differ
-    step: str = ""  # its name, with the transforms around it where it prints them
+    differing_axes: tuple[str, ...] = ()
+    step: str = ""
 
     def __repr__(self) -> str:
         """Returns three lines; ``ff.show.plan`` has the tables."""
         programs = f"{len(self.ranks)} program{'s' * (len(self.ranks) != 1)}"
         sent = f"{self.count()} collectives, {of_bytes(self.bytes())} sent"
-        held = f"{of_flops(self.flops)}, {of_bytes(self.peak_bytes)} at the peak"
-        which = f"rank {self.ranks[0].rank}"
-        return f"plan of {programs} on {self.mesh}\n{which}: {sent}\nat most: {held}"
+        at_most = f"{of_flops(self.flops)}, {of_bytes(self.peak_bytes)} at the peak"
+        lowest = f"rank {self.ranks[0].rank}"
+        return (
+            f"plan of {programs} on {self.mesh}\n{lowest}: {sent}\nat most: {at_most}"
+        )
 
     def _repr_html_(self) -> str:
-        """What a notebook shows; ``ff.show.plan`` has all of it."""
-        most = max(self.ranks, key=lambda own: own.peak_bytes)
-        held = [(kind, of_bytes(size)) for kind, size in most.peak.items() if size]
-        peak = Table(f"at the peak of rank {most.rank}", ("<held", ">bytes"), held)
+        """Returns what a notebook shows; ``ff.show.plan`` has all of it."""
+        fullest = max(self.ranks, key=lambda r: r.peak_bytes)
+        rows = [(kind, of_bytes(size)) for kind, size in fullest.peak.items() if size]
+        peak = Table(f"at the peak of rank {fullest.rank}", ("<held", ">bytes"), rows)
         parts = (repr(self), *self.ranks[0].ledger.pieces(None))
-        return Report((*parts, *[peak] * bool(held)))._repr_html_()
+        return Report((*parts, *[peak] * bool(rows)))._repr_html_()
 
     def __getitem__(self, rank: int) -> RankPlan:
-        """The program that ``rank`` runs."""
+        """Returns the program that ``rank`` runs.
+
+        Raises:
+            IndexError: a rank that the mesh has not.
+            KeyError: one whose program was not planned, as in the plan of one rank.
+        """
         if not 0 <= rank < self.mesh.size:
             raise IndexError(f"rank {rank} of {self.mesh}")
-        at = self.mesh.coordinates(rank)
-        for found in self.ranks:
-            if all(found.coordinates[a] == at[a] for a in self.asked):
-                return found
+        coordinates = self.mesh.coordinates(rank)
+        for rank_plan in self.ranks:
+            if all(
+                rank_plan.coordinates[axis] == coordinates[axis]
+                for axis in self.differing_axes
+            ):
+                return rank_plan
         raise KeyError(f"rank {rank} of {self.mesh} was not planned")
 
     def on(self, rank: int | None) -> RankPlan:
-        """The program of ``rank``; None is the lowest that was planned."""
+        """Returns the program of ``rank``, or for None that of the lowest rank."""
         return self.ranks[0] if rank is None else self[rank]
 
     def records(self, rank: int | None = None) -> list[Record]:
-        """A rank's collectives, in the order of issue."""
+        """Returns a rank's collectives, in the order of issue."""
         return list(self.on(rank).records)
 
     def count(
         self, op: str | None = None, axis: Axis | None = None, rank: int | None = None
     ) -> int:
-        """The number of collectives that a rank issues."""
+        """Returns the number of collectives that a rank issues."""
         return self.on(rank).ledger.count(op, axis)
 
     def bytes(
         self, axis: Axis | None = None, op: str | None = None, rank: int | None = None
     ) -> int | float:
-        """The bytes that a rank sends, counted as the ledger counts."""
+        """Returns the bytes that a rank sends, counted as a ledger counts them."""
         return self.on(rank).ledger.bytes(axis, op)
 
     def table(self, rank: int | None = None) -> list[tuple[str, str, int, int | float]]:
-        """Rows of (op, axis, count, bytes), in the order of first issue."""
+        """Returns rows of (op, axis, count, bytes), in the order of first issue."""
         return self.on(rank).ledger.table()
 
     @property
@@ -278,9 +306,9 @@ class Plan:
 
     @property
     def derived(self) -> dict[str, int]:
-        """Units that keep copies computed from their parameters, and bytes a call."""
-        found: dict[str, int] = {}
+        """By unit: bytes a call saves of what it computed from its parameters alone."""
+        largest: dict[str, int] = {}
         for r in self.ranks:
             for unit, size in r.derived.items():
-                found[unit] = max(size, found.get(unit, 0))
-        return found
+                largest[unit] = max(size, largest.get(unit, 0))
+        return largest

@@ -17,7 +17,7 @@ from fsfunc.comm.backends.baton import Deadlock
 from fsfunc.comm.backends.link import CollectiveMismatch
 from fsfunc.pipelining.player import Player
 from fsfunc.planning import cost_model
-from fsfunc.planning.events import Op, Ran, Started, Took, Waited
+from fsfunc.planning.events import Allocated, Op, Ran, Started, Waited
 from fsfunc.planning.machines import Hardware
 from fsfunc.planning.plans import Plan, RankPlan
 
@@ -271,7 +271,7 @@ class _PlanRun(Player):
         """Plays a rank's events; it waits for transfers alone."""
         costs, hardware = self.costs, self.hardware
         touching, overlap = hardware.fresh is not None, hardware.overlap
-        turns = {turn.at: turn.label for turn in run.plan.turns}
+        turns = {turn.next_event: turn.label for turn in run.plan.turns}
         for at, event in enumerate(run.plan.events):
             run.at, run.turn = at, turns.get(at, run.turn)
             if isinstance(event, Ran):
@@ -286,7 +286,7 @@ class _PlanRun(Player):
                 if event.number in run.pending:
                     yield run.pending[event.number]
                 run.wait(event.number, overlap)
-            elif isinstance(event, Took):
+            elif isinstance(event, Allocated):
                 if touching and event.op:
                     cost = cost_model.taken_seconds(event.bytes, hardware, event.op)
                     run.work(cost, event.unit, event.phase)
@@ -318,7 +318,7 @@ class _PlanRun(Player):
         transfer = stream.come(party, what, run.clock, length, span)
         run.pending[event.number] = transfer
         if transfer.end is not None:
-            self.happened(transfer, transfer.end)
+            self.record(transfer, transfer.end)
 
     def _group(self, axis: tuple[str, ...], ranks: tuple[int, ...]) -> Stream:
         """The stream of a collective's group: one for the planned ranks in it."""

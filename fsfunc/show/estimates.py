@@ -105,11 +105,11 @@ def _ranks(estimate: Estimate, plan: Plan | None) -> Table:
 def room(plan: Plan, hardware: Hardware) -> str:
     """A sentence on a plan in a hardware's memory: if it fits, by how much, where.
 
-    >>> from fsfunc.planning.events import Took
+    >>> from fsfunc.planning.events import Allocated
     >>> from fsfunc.planning.plans import RankPlan
     >>> from fsfunc.planning.hardware import A100_40
     >>> from fsfunc.comm.mesh import Mesh
-    >>> events = [Took(0, 50 * 10**9, "", "", "")]
+    >>> events = [Allocated(0, 50 * 10**9, "", "", "")]
     >>> own = RankPlan(0, 8, {"data": 0}, events, {0: "parameters"}, [], [])
     >>> room(Plan(Mesh({"data": 8}, "abstract"), (own,)), A100_40)
     'does not fit A100-40: rank 0 holds 50.0 GB, 9.32 GB more than its 40.7 GB'

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from fsfunc.planning.events import Ran, Took
+from fsfunc.planning.events import Allocated, Ran
 from fsfunc.planning.plans import PlannedLeaf, RankPlan
 from fsfunc.planning.simulation import Span
 from fsfunc.printing.folding import alike, counted, together
@@ -69,8 +69,8 @@ def held_by_unit(own: RankPlan) -> list[tuple[str, str, int]]:
 
 def peak_words(own: RankPlan) -> str:
     """The moment of most memory: ``in the backward of block, by aten.mm``."""
-    event = own.events[own.peak_at] if own.events else None
-    if isinstance(event, Took) and event.op:
+    event = own.events[own.peak_event] if own.events else None
+    if isinstance(event, Allocated) and event.op:
         return f"in {_turn(event.unit, event.phase)}, by {_operator(event.op)}"
     if isinstance(event, Ran):
         return f"in {_turn(event.unit, event.phase)}"
@@ -192,7 +192,7 @@ def curve_of(own: RankPlan, spans: Sequence[Span] | None = None) -> Curve:
 
     begins = True  # what a step closes over is noted later, when it is read
     for number, event in enumerate(own.events):
-        begins = begins and isinstance(event, Took) and not event.op
+        begins = begins and isinstance(event, Allocated) and not event.op
         if row is not None and row[0] == number:
             held = row[1]
             put(ran, held)

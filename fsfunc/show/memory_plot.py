@@ -251,12 +251,13 @@ def memory(
         ImportError: a ``path`` to no ``.svg``, and matplotlib is not there.
 
     >>> import torch
-    >>> from fsfunc.planning.events import Gave, Op, Ran, Took
+    >>> from fsfunc.planning.events import Allocated, Freed, Op, Ran
     >>> from fsfunc.comm.mesh import Mesh
     >>> op = Op("aten.mm", 20, 12, torch.float32)
     >>> forward, backward = Ran(op, "f", "forward"), Ran(op, "f", "backward")
-    >>> given, made = Took(0, 600, "", "", ""), Took(1, 600, "aten.mm", "f", "forward")
-    >>> events = [given, forward, made, forward, backward, Gave(1), backward]
+    >>> given = Allocated(0, 600, "", "", "")
+    >>> made = Allocated(1, 600, "aten.mm", "f", "forward")
+    >>> events = [given, forward, made, forward, backward, Freed(1), backward]
     >>> own = RankPlan(0, 1, {}, events, {0: "parameters"}, [], [])
     >>> print(memory(Plan(Mesh({}, "abstract"), (own,))).text(28))
     memory of rank 0: at most 1.20 kB, in the forward of f, by aten.mm

@@ -289,7 +289,7 @@ _GIVEN = 3  # tensors of a batch that the title names
 def _rank(plan: Plan, own: RankPlan) -> str:
     """``rank 0 ×16, pipe=0``: of ranks that run different programs, where it is."""
     alike = f" ×{own.alike}" if own.alike > 1 else ""
-    at = "".join(f", {axis}={own.coordinates[axis]}" for axis in plan.asked)
+    at = "".join(f", {axis}={own.coordinates[axis]}" for axis in plan.differing_axes)
     return f"rank {own.rank}{alike}{at}"
 
 

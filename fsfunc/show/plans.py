@@ -50,10 +50,10 @@ def plan(plan: Plan, rank: int | None = None) -> Report:
         IndexError: a rank that the mesh has not.
 
     >>> import torch
-    >>> from fsfunc.planning.events import Op, Ran, Took
+    >>> from fsfunc.planning.events import Allocated, Op, Ran
     >>> from fsfunc.comm.mesh import Mesh
     >>> product = Op("aten.mm", 2 * 10**9, 3 * 10**6, torch.float32, (1, 10, 10, 10))
-    >>> events = [Took(0, 4096, "", "", ""), Ran(product, "block", "forward")]
+    >>> events = [Allocated(0, 4096, "", "", ""), Ran(product, "block", "forward")]
     >>> own = RankPlan(0, 8, {"data": 0}, events, {0: "parameters"}, [], [])
     >>> shown = plan(Plan(Mesh({"data": 8}, "abstract"), (own,)))
     >>> print(shown.parts[0])

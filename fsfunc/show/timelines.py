@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from fsfunc.pipelining.actions import KINDS, Action, Schedule, parse, stages_of
 from fsfunc.pipelining.timing import Costs, TimedAction, simulate
-from fsfunc.pipelining.verification import held
+from fsfunc.pipelining.verification import peak_microbatches
 from fsfunc.planning.simulation import Span
 from fsfunc.printing.tables import Table, of_seconds, of_share, painted
 from fsfunc.show.charts import (
@@ -243,7 +243,7 @@ def _costs_of(events: Sequence[TimedAction]) -> Costs:
     """The median times of each stage's actions; of B alone, half is that of I."""
     times: dict[tuple[tuple[str, ...], int], list[float]] = defaultdict(list)
     for _, action, start, end in events:
-        times[action.of_kind.costs, action.stage].append(end - start)
+        times[action.traits.costs, action.stage].append(end - start)
     medians = {key: median(each) for key, each in times.items()}
     stages = range(1 + max(stage for _, stage in times))
 
@@ -313,4 +313,4 @@ def _timeline_of(events: Sequence[Any], n_ranks: int = 0) -> Timeline:
         lanes.append(Lane(rank, COMPUTE, spans).filled(0.0, makespan, WAITS))
     if not any(lane.busy for lane in lanes):
         raise ValueError("every action takes no time: give costs above 0")
-    return Timeline(tuple(lanes), makespan, tuple(held(actions)))
+    return Timeline(tuple(lanes), makespan, tuple(peak_microbatches(actions)))

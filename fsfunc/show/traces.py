@@ -146,7 +146,7 @@ def trace(
 def _of_event(event: TimedAction, zero: float) -> Slice:
     """The slice of a rank's action, on the track of what it computes or transfers."""
     rank, action, start, end = event
-    kind, stage, peer = action.of_kind, action.stage, action.peer
+    kind, stage, peer = action.traits, action.stage, action.peer
     look = by_sign(action.kind)
     about = {"kind": look.title, "stage": stage, "microbatch": action.microbatch}
     times = start - zero, end - zero

@@ -17,7 +17,7 @@ from fsfunc.comm.backends.link import Handle
 from fsfunc.comm.ledgers import Record
 from fsfunc.comm.mesh import maybe_here, set_here
 from fsfunc.comm.traffic import Ledger, ledger
-from fsfunc.planning.events import Gave, Took
+from fsfunc.planning.events import Allocated, Freed
 from fsfunc.planning.observer import Observer
 from fsfunc.runtime.memory import OFFLOADED, counting, fresh_buffers
 from fsfunc.runtime.scopes import in_one_thread
@@ -133,12 +133,12 @@ class Living:
         """The bytes held after each change, in order."""
         held, rows, book = 0, [], self._observer.book
         for event in book.events:
-            if not isinstance(event, Took | Gave):
+            if not isinstance(event, Allocated | Freed):
                 continue
-            if book.kinds.get(event.key) == OFFLOADED:
+            if book.kinds.get(event.storage) == OFFLOADED:
                 continue
-            size = book.sizes[event.key]
-            held += size if isinstance(event, Took) else -size
+            size = book.sizes[event.storage]
+            held += size if isinstance(event, Allocated) else -size
             rows.append(held)
         return rows
 
@@ -184,11 +184,11 @@ class _Counted:
 
     @contextmanager
     def _paused(self) -> Iterator[None]:
-        self._observer.paused = True
+        self._observer.is_paused = True
         try:
             yield
         finally:
-            self._observer.paused = False
+            self._observer.is_paused = False
 
 
 class _Awaited(Handle):
@@ -205,7 +205,7 @@ class _Awaited(Handle):
         if self.room is not None:
             self.room = None
             size = result.numel() * result.element_size()
-            self.link._observer.book.take(result, "", "", "", size)
+            self.link._observer.book.record_storage(result, "", "", "", size)
         return result
 
     def done(self) -> bool:
@@ -230,8 +230,8 @@ def live_bytes(*given: Any) -> Iterator[Living]:
     >>> seen.peak_bytes, seen.bytes[-1]
     (1200, 800)
     """
-    observer = Observer(strangers=True)
-    observer.given("buffers", _held(given))
+    observer = Observer(counts_unseen=True)
+    observer.record_given("buffers", _held(given))
     try:
         with ExitStack() as stack:
             stack.enter_context(in_one_thread())

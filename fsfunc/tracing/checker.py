@@ -108,9 +108,9 @@ class Checker(Tracer, Watcher, TypedOperators):
         if ranks.size == 1:
             self.fact_table.set_kind(y, Kind.A, f"what {linear_map.op} gives")
             return
-        # Types are about the axes of the where.loss_is_mean: along others (of tensor
+        # Types are about the axes over which the loss is a mean: along others (of tensor
         # parallelism) a value keeps its type, and `split_work` follows it.
-        if not ranks.mean:
+        if not ranks.loss_is_mean:
             facts = self.fact_table.of(x)
             # A row of terms has the type of parts, as the library made it.
             sums_terms = linear_map.of == "P" and facts.kind in (Kind.P, Kind.S)

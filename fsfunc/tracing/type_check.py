@@ -567,7 +567,7 @@ class _Exchange:
         where: the ranks; None: nothing is exchanged.
 
     Attributes:
-        failed: whether the exchange has raised. That is no error of the step: another
+        differences = differing_lines(lines, where)
             rank has failed, or a signal came in the wait, and the mesh is closed.
     """
 

@@ -11,7 +11,7 @@ from fsfunc import tree
 from fsfunc.pipelining.actions import forward_only
 from fsfunc.pipelining.timing import Costs, simulate
 from fsfunc.pipelining.transfers import with_transfers
-from fsfunc.pipelining.verification import held
+from fsfunc.pipelining.verification import peak_microbatches
 from tests.checks import all_refused, close, same
 from tests.checks import held as copies
 from tests.covering import examples
@@ -222,7 +222,7 @@ def test_equals_one_process_that_keeps_every_version(data, ranks, m, seed):
 @given(st.integers(1, 8), st.integers(1, 20), st.integers(1, 22))
 def test_staleness_has_its_closed_form(ranks, m, k):
     schedule = S.asynchronous(ranks, m, interval=k)
-    assert held(schedule) == tuple(min(m, ranks - r) for r in range(ranks))
+    assert peak_microbatches(schedule) == tuple(min(m, ranks - r) for r in range(ranks))
     ff.verify(with_transfers(schedule), n_stages=ranks, n_microbatches=m)
     assert S.staleness(schedule) == tuple(
         tuple(i // k - max(0, i - (ranks - 1 - r)) // k for i in range(m))
@@ -232,7 +232,7 @@ def test_staleness_has_its_closed_form(ranks, m, k):
     assert without == S.one_f_one_b(ranks, m)
     assert all(row[-1].kind == "U" for row in schedule)
     assert {sum(a.kind == "U" for a in row) for row in schedule} == {-(-m // k)}
-    assert held(schedule) == held(without)
+    assert peak_microbatches(schedule) == peak_microbatches(without)
     assert forward_only(schedule) == forward_only(without)
 
 

@@ -20,7 +20,7 @@ from fsfunc.pipelining.schedules import (
 )
 from fsfunc.pipelining.timing import Costs, bubble, simulate
 from fsfunc.pipelining.transfers import with_transfers
-from fsfunc.pipelining.verification import held, verify
+from fsfunc.pipelining.verification import peak_microbatches, verify
 from tests.covering import examples
 
 EVEN = Costs(12, 12, 12)  # halves, thirds and quarters are whole numbers
@@ -34,13 +34,15 @@ def test_one_stage_a_rank(P):
     for M in MICROBATCHES:
         whole = (P - 1) * (f + i + w)
         assert bubble(gpipe(P, M), UNEVEN) == whole
-        assert held(gpipe(P, M)) == (M,) * P
+        assert peak_microbatches(gpipe(P, M)) == (M,) * P
         assert bubble(one_f_one_b(P, M), UNEVEN) == whole
-        assert held(one_f_one_b(P, M)) == tuple(min(M, P - r) for r in range(P))
+        assert peak_microbatches(one_f_one_b(P, M)) == tuple(
+            min(M, P - r) for r in range(P)
+        )
         if M >= P:
             assert bubble(zb_h1(P, M), UNEVEN) == (P - 1) * (f + i - w)
             assert bubble(zb_h1(P, M), EVEN) == (P - 1) * 12
-        assert held(zb_h1(P, M)) == (min(M, P),) * P
+        assert peak_microbatches(zb_h1(P, M)) == (min(M, P),) * P
 
 
 @pytest.mark.parametrize("v", [1, 2, 3])
@@ -49,10 +51,10 @@ def test_several_stages_a_rank(P, v):
     for M in range(P, 4 * P, P):
         made = looped_bfs(P * v, M, chunks=v)
         assert bubble(made, UNEVEN) == (P - 1) * (f + i + w) / v
-        assert held(made) == (M,) * P
+        assert peak_microbatches(made) == (M,) * P
         made = interleaved_1f1b(P * v, M, chunks=v)
         assert bubble(made, UNEVEN) == (P - 1) * (f + i + w) / v
-        assert held(made) == tuple(
+        assert peak_microbatches(made) == tuple(
             min(M, ((v - 1) * P + 2 * (P - 1 - r) + 1) / v) for r in range(P)
         )
 
@@ -63,7 +65,7 @@ def test_zero_bubble_v(P):
         made = zb_v(2 * P, M)
         assert bubble(made, EVEN) == (P - 1) * 12 / 2
         assert bubble(made, EVEN, by="span") == 0
-        assert held(made) == (P,) * P
+        assert peak_microbatches(made) == (P,) * P
     # Measured on torch's own lists, of 4 ranks: 1.5 by span, 1.875 by makespan.
     if P == 4:
         unequal = Costs(1, 1.25, 0.75)
@@ -73,7 +75,7 @@ def test_zero_bubble_v(P):
 
 def test_a_forward_alone_has_the_bubble_of_its_forwards_and_holds_nothing():
     made = forward_only(one_f_one_b(4, 6))
-    assert bubble(made) == 3 and held(made) == (0, 0, 0, 0)
+    assert bubble(made) == 3 and peak_microbatches(made) == (0, 0, 0, 0)
 
 
 def times(schedule, costs, **options):
@@ -142,10 +144,10 @@ def test_never_longer_than_a_named_one_and_never_over_the_bound(P, M, v, data):
     bound = data.draw(st.none() | st.integers(v, 2 * P * v).map(lambda n: n / v))
     found = greedy(P * v, M, costs=costs, memory_bound=bound, chunks=v)
     verify(found, n_stages=P * v, n_microbatches=M)
-    assert bound is None or max(held(found)) <= bound
+    assert bound is None or max(peak_microbatches(found)) <= bound
     assert len(found) == P and sorted(owners(found)) == sorted([*range(P)] * v)
     for other in named(P * v, M, v):
-        if bound is None or max(held(other)) <= bound:
+        if bound is None or max(peak_microbatches(other)) <= bound:
             assert makespan(found, costs) <= makespan(other, costs)
 
 

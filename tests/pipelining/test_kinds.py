@@ -24,7 +24,7 @@ ROWS = ["F0 F1 X0 B0 X1 B1", "F0 X0 B0 F1 X1 B1"]
 def ran(monkeypatch):
     """A kind that comes after the forward, takes as long, and notes its turn."""
     ran = []
-    note = lambda worker, action: ran.append((worker.where.index, str(action)))  # noqa: E731
+    note = lambda worker, action: ran.append((worker.rank_group.index, str(action)))  # noqa: E731
     kind = ActionKind(
         "X", "extra", "#123456", "grey", costs=("f",), needs=("F",), run=note
     )  # fmt: skip

@@ -5,7 +5,7 @@ import torch
 
 import fsfunc as ff
 from fsfunc import _torch
-from fsfunc.pipelining.verification import held as count_held
+from fsfunc.pipelining.verification import peak_microbatches as count_held
 from tests.pipelining.models import NAMED
 from tests.probes import LiveBytes
 

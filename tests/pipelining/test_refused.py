@@ -6,7 +6,7 @@ from functools import partial
 import torch
 
 import fsfunc as ff
-from fsfunc.pipelining.actions import Action, ScheduleError, owners, parse, ranks_for
+from fsfunc.pipelining.actions import Action, ScheduleError, count_ranks, owners, parse
 from fsfunc.pipelining.player import other_end
 from fsfunc.pipelining.schedules import gpipe, greedy
 from fsfunc.pipelining.stage_plans import cut
@@ -47,7 +47,10 @@ ACTIONS = [
 COUNTS = {"n_stages": 4, "n_microbatches": 4, "chunks": 1}
 NUMBERS = [
     *(
-        (partial(ranks_for, **COUNTS | {name: value}), f"{name} must be an integer fr")
+        (
+            partial(count_ranks, **COUNTS | {name: value}),
+            f"{name} must be an integer fr",
+        )
         for name in COUNTS
         for value in [0, -1, 1.0, True]
     ),

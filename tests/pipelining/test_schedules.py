@@ -16,7 +16,7 @@ from fsfunc.pipelining.actions import (
     listing,
     owners,
     parse,
-    rounds_of,
+    split_into_rounds,
     texts,
 )
 from fsfunc.pipelining.player import Dependencies
@@ -103,7 +103,7 @@ def test_every_count_is_right(name, ranks, count):
 
 @given(st.integers(1, 40), st.integers(1, 5))
 def test_rounds_are_as_even_as_can_be(count, ranks):
-    rounds = rounds_of(count, ranks)
+    rounds = split_into_rounds(count, ranks)
     assert [m for group in rounds for m in group] == list(range(count))
     sizes = [len(group) for group in rounds]
     assert max(sizes) - min(sizes) <= 1 and sizes == sorted(sizes, reverse=True)

@@ -5,7 +5,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from fsfunc.pipelining.actions import ScheduleError, parse
-from fsfunc.pipelining.player import Dependencies, made
+from fsfunc.pipelining.player import Dependencies, name_results
 from fsfunc.pipelining.schedules import forward_only, one_f_one_b, zb_v
 from fsfunc.pipelining.transfers import with_transfers
 from fsfunc.pipelining.verification import verify
@@ -54,7 +54,7 @@ def test_what_stands_before_its_need_is_refused(drawn):
     row = schedule[rank]
     action = row[at]
     needs = set(Dependencies(schedule).needs(action))
-    mine = [n for n in range(at) if needs & {*made(row[n])}]
+    mine = [n for n in range(at) if needs & {*name_results(row[n])}]
     assume(mine)
     moved = (*row[: mine[-1]], action, *row[mine[-1] : at], *row[at + 1 :])
     words = f"rank {rank}: .* comes before .*, which it needs|in the order in which"

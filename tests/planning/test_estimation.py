@@ -19,10 +19,10 @@ from fsfunc.pipelining.timing import Costs, bubble
 from fsfunc.pipelining.transfers import with_transfers
 from fsfunc.planning.estimation import estimate
 from fsfunc.planning.events import (
+    Allocated,
     Op,
     Ran,
     Started,
-    Took,
     Waited,
 )
 from fsfunc.planning.hardware import Hardware, Level, replace
@@ -126,8 +126,8 @@ def test_what_a_step_takes(name):
 
 
 def test_memory_that_is_taken_anew_costs_its_first_touch():
-    given = Took(0, 8, "", "", "")
-    took = Took(1, 8, "aten.add", "u", "forward")
+    given = Allocated(0, 8, "", "", "")
+    took = Allocated(1, 8, "aten.add", "u", "forward")
     assert run(given, took, ran(1)).seconds == 1
     assert run(given, took, ran(1), hardware=replace(CLOCK, fresh=2.0)).seconds == 5
 
@@ -276,7 +276,7 @@ def test_a_step_is_no_shorter_than_any_of_its_streams(plan, machine):
         assert waits["bubble"] == pytest.approx(rank.bubble, abs=1e-9)
     total = found.compute + found.exposed + found.bubble
     assert found.seconds == pytest.approx(total)
-    turned = Plan(plan.mesh, plan.ranks[::-1], plan.asked)
+    turned = Plan(plan.mesh, plan.ranks[::-1], plan.differing_axes)
     there = sorted(estimate(turned, machine).ranks, key=lambda r: r.rank)
     assert there == list(found.ranks)
 

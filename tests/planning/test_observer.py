@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 import fsfunc as ff
 from fsfunc.comm.mesh import Mesh
 from fsfunc.planning.allocation import Allocator, needed_bytes, reserved_bytes
-from fsfunc.planning.events import PHASES, Gave, Took
+from fsfunc.planning.events import PHASES, Allocated, Freed
 from fsfunc.planning.hardware import CPU, H100, replace
 from fsfunc.planning.plans import Plan, RankPlan
 from fsfunc.runtime.memory import OFFLOADED
@@ -132,7 +132,7 @@ MIB = 2**20
 
 
 def took(key, size):
-    return Took(key, size, "aten.mm", "", "")
+    return Allocated(key, size, "aten.mm", "", "")
 
 
 def test_segments_are_of_three_sizes():
@@ -144,29 +144,29 @@ def test_segments_are_of_three_sizes():
 
 
 def test_what_is_given_back_is_taken_again_where_it_fits():
-    again = [took(0, 64 * MIB), Gave(0), took(1, 64 * MIB)]
+    again = [took(0, 64 * MIB), Freed(0), took(1, 64 * MIB)]
     assert reserved_bytes(again) == 64 * MIB
     # Both halves of a block are held by what came later: nothing merges.
-    cut = [took(0, 64 * MIB), Gave(0), took(1, 32 * MIB), took(2, 32 * MIB)]
-    assert reserved_bytes([*cut, Gave(1), took(3, 33 * MIB)]) == 98 * MIB
-    assert reserved_bytes([*cut, Gave(1), Gave(2), took(3, 64 * MIB)]) == 64 * MIB
+    cut = [took(0, 64 * MIB), Freed(0), took(1, 32 * MIB), took(2, 32 * MIB)]
+    assert reserved_bytes([*cut, Freed(1), took(3, 33 * MIB)]) == 98 * MIB
+    assert reserved_bytes([*cut, Freed(1), Freed(2), took(3, 64 * MIB)]) == 64 * MIB
 
 
 def test_the_smallest_block_that_holds_it_is_taken():
-    sizes = [took(0, 64 * MIB), took(1, 32 * MIB), Gave(0), Gave(1)]
+    sizes = [took(0, 64 * MIB), took(1, 32 * MIB), Freed(0), Freed(1)]
     both = [took(2, 32 * MIB), took(3, 64 * MIB)]
     assert reserved_bytes([*sizes, *both]) == 96 * MIB
 
 
 def test_free_segments_go_back_before_memory_runs_out():
-    events = [took(0, 40 * MIB), Gave(0), took(1, 60 * MIB)]
+    events = [took(0, 40 * MIB), Freed(0), took(1, 60 * MIB)]
     assert reserved_bytes(events) == 100 * MIB
     assert reserved_bytes(events, capacity=80 * MIB) == 60 * MIB
 
 
 def test_each_stream_has_memory_of_its_own():
-    events = [took(0, 40 * MIB), Gave(0), took(1, 40 * MIB)]
-    by_stream = lambda took: str(took.key)  # noqa: E731
+    events = [took(0, 40 * MIB), Freed(0), took(1, 40 * MIB)]
+    by_stream = lambda took: str(took.storage)  # noqa: E731
     assert reserved_bytes(events, stream=by_stream) == 80 * MIB
     assert reserved_bytes(events, capacity=60 * MIB, stream=by_stream) == 40 * MIB
 
@@ -211,7 +211,7 @@ def test_the_bytes_of_offload_are_counted_beside_the_device():
 
 
 def test_a_plan_needs_what_is_reserved_where_the_allocator_caches():
-    events = [took(0, 11 * MIB + 1), Gave(0), took(1, 13 * MIB)]
+    events = [took(0, 11 * MIB + 1), Freed(0), took(1, 13 * MIB)]
     mesh = Mesh({"data": 1}, "abstract")
     plan = Plan(mesh, (RankPlan(0, 1, {"data": 0}, events, {}, (), ()),))
     assert needed_bytes(plan, H100) == 26 * MIB

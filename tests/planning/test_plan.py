@@ -98,7 +98,7 @@ def test_one_s_own_spmd_function(transform):
     real = ff.spmd(main, GRID)()
     mesh = ff.make_mesh(GRID.axes, "abstract")
     found = plan_of(f, params, x, mesh=mesh)
-    assert [r.rank for r in found.ranks] == [0, 2] and found.asked == ("node",)
+    assert [r.rank for r in found.ranks] == [0, 2] and found.differing_axes == ("node",)
     assert [r.alike for r in found.ranks] == [2, 2]
     for rank in range(4):
         mine = [fact[:6] for fact in facts(found.records(rank))]

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 import fsfunc as ff
 from fsfunc import tree
-from fsfunc.planning.events import Ran, Took
+from fsfunc.planning.events import Allocated, Ran
 from fsfunc.runtime.memory import KINDS
 from tests.checks import trained
 from tests.covering import examples
@@ -327,8 +327,8 @@ def test_what_is_gathered_ahead_is_its_own_units():
     init = lambda: {name: torch.zeros(n) for name, n in sizes.items()}  # noqa: E731
     plan = ff.plan(step, init, optimizer, torch.zeros(2), mesh=mesh)
     own = plan.ranks[0]
-    took = [e for e in own.events if isinstance(e, Took)]
-    gathered = [e for e in took if own.kinds.get(e.key) == "gathered"]
+    took = [e for e in own.events if isinstance(e, Allocated)]
+    gathered = [e for e in took if own.kinds.get(e.storage) == "gathered"]
     assert {e.owner: e.bytes for e in gathered} == {k: 4 * n for k, n in sizes.items()}
     assert any(e.unit != e.owner for e in gathered)  # else none was ahead
     sent = [r for r in own.records if r.op == "all_gather"]

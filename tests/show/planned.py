@@ -7,7 +7,7 @@ import torch
 
 from fsfunc.comm.ledgers import Record
 from fsfunc.comm.mesh import Mesh
-from fsfunc.planning.events import Gave, Op, Ran, Took
+from fsfunc.planning.events import Allocated, Freed, Op, Ran
 from fsfunc.planning.plans import Plan, PlannedLeaf, RankPlan
 from fsfunc.planning.simulation import Span
 from fsfunc.sharded.packed_layouts import pack_flat
@@ -33,8 +33,8 @@ def record(name, phase, size, unit="", axis=("data",), line=7):
 def body(size, flops, unit, phase):
     """Three operators; the first has the FLOPs, the second holds ``size`` bytes."""
     key = next(_KEYS)
-    held = [Took(key, size, "aten.mm", unit, phase)] if size else []
-    freed = [Gave(key)] if size else []
+    held = [Allocated(key, size, "aten.mm", unit, phase)] if size else []
+    freed = [Freed(key)] if size else []
     first, second = ran(unit, phase, flops), ran(unit, phase)
     return [first, *held, second, *freed, ran(unit, phase)]
 
@@ -57,23 +57,23 @@ def small():
             leaf = PlannedLeaf(f"{part}/{path}", kind, shape, F32, size, layout, unit)
             leaves.append(leaf)
             number = key + (10 if kind == "moments" else 0)
-            events.append(Took(number, size, "", "", ""))
+            events.append(Allocated(number, size, "", "", ""))
             kinds[number] = kind
     leaves.append(PlannedLeaf("batch/x", "buffers", (2, 4), F32, 32, None, ""))
-    events += [Took(20, 32, "", "", "")]
+    events += [Allocated(20, 32, "", "", "")]
     kinds[20] = "buffers"
     for i in (0, 1):
-        events += [Took(30 + i, 128, "aten.empty", "block", "forward")]
+        events += [Allocated(30 + i, 128, "aten.empty", "block", "forward")]
         kinds[30 + i] = "gathered"
-        events += [*body(400, 2000, "block", "forward"), Gave(30 + i)]
-        events += [Took(40 + i, 200, "aten.mm", "block", "forward")]
+        events += [*body(400, 2000, "block", "forward"), Freed(30 + i)]
+        events += [Allocated(40 + i, 200, "aten.mm", "block", "forward")]
     events += [ran("head", "forward", 50), ran("head", "backward", 100)]
     for i in (1, 0):
         events += body(400, 2000, "block", "recompute")
-        events += [*body(900, 4000, "block", "backward"), Gave(40 + i)]
-        events += [Took(50 + i, 32, "aten.add", "block", "backward")]
+        events += [*body(900, 4000, "block", "backward"), Freed(40 + i)]
+        events += [Allocated(50 + i, 32, "aten.add", "block", "backward")]
         kinds[50 + i] = "gradients"
-    events += [ran("", "update", 0, "aten.add_"), Gave(50), Gave(51)]
+    events += [ran("", "update", 0, "aten.add_"), Freed(50), Freed(51)]
     records = [
         record("all_gather", "forward", 384, "block", line=3),
         record("all_gather", "forward", 384, "block", line=3),
@@ -92,7 +92,10 @@ def stages():
     mesh = Mesh({"pipe": 2, "data": 2}, "abstract")
     ranks = []
     for stage, (flops, size) in enumerate([(100, 8), (300, 24)]):
-        events = [Took(0, size, "", "", ""), ran(f"blocks/{stage}", "forward", flops)]
+        events = [
+            Allocated(0, size, "", "", ""),
+            ran(f"blocks/{stage}", "forward", flops),
+        ]
         sent = [record("ppermute", "forward", 40, axis=("pipe",))] * (1 - stage)
         at = {"pipe": stage, "data": 0}
         own = RankPlan(2 * stage, 2, at, events, {0: "parameters"}, [], sent)

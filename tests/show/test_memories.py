@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fsfunc.planning.estimation import estimate
-from fsfunc.planning.events import Gave, Took
+from fsfunc.planning.events import Allocated, Freed
 from fsfunc.planning.hardware import A100_40
 from fsfunc.runtime.memory import KINDS
 from fsfunc.show import memory
@@ -22,11 +22,13 @@ def plans(draw):
     for number in range(draw(st.integers(1, 25))):
         what = draw(st.sampled_from(["take", "take", "give", "run", "body"]))
         if what == "take":
-            events.append(Took(number, draw(st.integers(1, 9)), "aten.mm", "f", "x"))
+            events.append(
+                Allocated(number, draw(st.integers(1, 9)), "aten.mm", "f", "x")
+            )
             kinds[number] = draw(st.sampled_from(KINDS))
             alive.append(number)
         elif what == "give" and alive:
-            events.append(Gave(alive.pop(draw(st.integers(0, len(alive) - 1)))))
+            events.append(Freed(alive.pop(draw(st.integers(0, len(alive) - 1)))))
         elif what == "body":
             phase = draw(st.sampled_from(["forward", "b"]))
             events += body(draw(st.integers(0, 30)), 0, "f", phase)
@@ -128,10 +130,10 @@ def test_a_chart_over_time():
 
 def test_equal_layers_are_one_row_and_what_comes_later_was_not_there_at_first():
     layers = [f"model.layers.{i}" for i in (0, 1, 10)]
-    took = [Took(0, 8, "", "", "")]
-    took += [Took(i, 4, "aten.mm", unit, "x") for i, unit in enumerate(layers, 1)]
-    took += [Took(9, 30, "aten.empty", "model.norm", "x", "lm_head")]
-    plan = lone([*took, Took(10, 1, "", "", "")], {9: "gathered", 10: "buffers"})
+    took = [Allocated(0, 8, "", "", "")]
+    took += [Allocated(i, 4, "aten.mm", unit, "x") for i, unit in enumerate(layers, 1)]
+    took += [Allocated(9, 30, "aten.empty", "model.norm", "x", "lm_head")]
+    plan = lone([*took, Allocated(10, 1, "", "", "")], {9: "gathered", 10: "buffers"})
     held = held_by_unit(plan.ranks[0])
     assert ("activations", "model.layers.0-1,10 ×3", 12) in held
     assert ("gathered", "lm_head", 30) in held
