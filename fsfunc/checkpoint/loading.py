@@ -15,7 +15,7 @@ from __future__ import annotations
 import os
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias, cast
 
 import torch
 from torch import Tensor
@@ -517,7 +517,10 @@ def _whole_stack(target: Leaf, source: Source) -> Source:
     return source
 
 
-def _kind(x: Leaf | Source) -> tuple[tuple[int, ...], torch.dtype] | type:
+_ShapeAndDtype: TypeAlias = tuple[tuple[int, ...], torch.dtype]
+
+
+def _kind(x: Leaf | Source) -> _ShapeAndDtype | type:
     """Returns what must be alike: shape and dtype of a tensor, the type of a value."""
     if isinstance(x, StoredTensor) and x.stacked_axes:  # a target is one row of it
         return x.shape[1:], x.dtype
@@ -532,5 +535,5 @@ def _describe(x: Leaf | Source) -> str:
     if isinstance(x, StoredTensor):
         return f"a tensor {x}"
     if isinstance(x, Sharded | Tensor):
-        return f"a tensor {describe(*_kind(x))}"
+        return f"a tensor {describe(*cast(_ShapeAndDtype, _kind(x)))}"
     return f"a {type(x).__name__} ({x!r})"

@@ -285,7 +285,7 @@ class _FailingOutput:
     launcher that all went well. A failed flush of stdout makes it 120.
     """
 
-    def __init__(self, stream: TextIO):
+    def __init__(self, stream: TextIO | _FailingOutput):
         self._stream = stream
 
     def __getattr__(self, name: str) -> Any:
