@@ -1,13 +1,14 @@
 """Saving of states on one mesh, and loading on another.
 
-``save`` and ``save_async`` make a `tasks.SaveTask`, in `saving`. On every rank
+``save`` and ``save_async``, in `saving`, make a `tasks.SaveTask`. On every rank
 `contents` lists the boxes of the tree that it writes, `safetensors` writes them, and
-`agreement` reports to the first rank, which derives the table of all files from their
-`headers`, keeps it as the manifest and renames the folder; an error of one rank is
-raised on all. ``load`` is the reverse: `finding` reads the table (`stored`, which
-proves what `headers` reads); `loading` finds the stored leaf for each leaf of the
-target; `reading` reads the boxes that make up a rank's parts, and compares checksums.
-``latest`` is in `finding`.
+`agreement` reports to the first rank. That one derives the table of all files from
+their `headers`, writes it as the manifest and renames the folder. An error of one rank
+is raised on all.
+
+``load`` is the reverse: `finding` reads the table (`stored` checks what `headers`
+reads); `loading` finds the stored leaf for each leaf of the target; `reading` reads the
+boxes that make up a rank's parts, and compares checksums. ``latest`` is in `finding`.
 
 saving.py tasks.py  save, save_async: copies compared; the save of one rank
 contents.py safetensors.py   the leaves that are saved; safetensors files, written

@@ -1,7 +1,12 @@
 """Reports of ranks in one save, and what all ranks of a checkpoint agree on.
 
-Reports use no collectives, which could be matched with those of training: a rank writes
-the list of its files to a file in the common folder.
+`saving` and `loading` use this while the program waits for them: an error of one rank
+is raised on all (`everywhere`), and texts are compared (`check_same_everywhere`). Both
+are collectives.
+
+A save in the background uses no collectives, which could be matched with those of the
+training. A rank writes the list of its files to a file in the common folder
+(`write_status`), and tells others by messages that it is done (`SavePeers`).
 """
 
 from __future__ import annotations
@@ -25,25 +30,25 @@ from fsfunc.comm.watch.mailboxes import Message, is_final
 _T = TypeVar("_T")
 
 
-def everywhere(at: Here | None, action: Callable[[], _T]) -> _T:
-    """``action()``, or on every rank the error of any; also waits for all ranks."""
+def everywhere(here: Here | None, action: Callable[[], _T]) -> _T:
+    """Returns ``action()``, or raises any rank's error on all; waits for all ranks."""
     with label("", "checkpoint"):
-        return comparison.run_everywhere(action, everyone(at), CheckpointError)
+        return comparison.run_everywhere(action, all_ranks(here), CheckpointError)
 
 
-def raise_everywhere(at: Here | None, error: BaseException | None) -> None:
+def raise_everywhere(here: Here | None, error: BaseException | None) -> None:
     """Raises on every rank if any rank has an ``error``; also waits for all ranks."""
     with label("", "checkpoint"):
-        comparison.raise_everywhere(error, everyone(at), CheckpointError)
+        comparison.raise_everywhere(error, all_ranks(here), CheckpointError)
 
 
-def everyone(at: Here | None) -> RankGroup | None:
-    """All ranks of the mesh, wherever a state lies; None without a mesh."""
-    return None if at is None else get_group(tuple(at.mesh.axes), at)
+def all_ranks(here: Here | None) -> RankGroup | None:
+    """Returns the group of all ranks of the mesh; None without a mesh."""
+    return None if here is None else get_group(tuple(here.mesh.axes), here)
 
 
 def attempt(action: Callable[[], Any]) -> Exception | None:
-    """The exception that ``action()`` raised, or None."""
+    """Runs ``action()``, and returns the exception that it raised, or None."""
     try:
         action()
     except Exception as error:
@@ -51,19 +56,22 @@ def attempt(action: Callable[[], Any]) -> Exception | None:
     return None
 
 
-def check_alike(at: Here | None, said: Callable[[], str], what: str) -> None:
-    """Raises on every rank where ``said()`` is not the same on all of them.
+def check_same_everywhere(
+    here: Here | None, describe: Callable[[], str], fault: str
+) -> None:
+    """Raises on every rank if ``describe()`` is not the same on all of them.
 
     Raises:
-        RanksDiffer: says ``what`` the ranks do, and each one's text.
+        RanksDiffer: says that the ranks ``fault`` (such as "load different
+            checkpoints"), and each one's text.
     """
-    where = everyone(at)
-    if where is not None and where.size > 1:
-        title = f"the ranks {what}, and every rank must name the same one"
-        agree(where, Section(title, [("said", said())]), waits=True)
+    ranks = all_ranks(here)
+    if ranks is not None and ranks.size > 1:
+        title = f"the ranks {fault}, and every rank must name the same one"
+        agree(ranks, Section(title, [("said", describe())]), waits=True)
 
 
-_PATIENCE = 5.0  # seconds without a report, after which a rank is asked for its state
+_MAX_PAUSE = 5.0  # seconds between two looks at the messages
 
 
 class RankStatus(NamedTuple):
@@ -78,101 +86,110 @@ class RankStatus(NamedTuple):
     random: Mapping[str, str]
 
 
-def report(folder: Path, rank: int, status: RankStatus) -> None:
+def write_status(folder: Path, rank: int, status: RankStatus) -> None:
     """Leaves what a rank has written for the first rank to read."""
-    path = _path(folder, rank)
-    part = path.with_name(f"{path.name}.part")  # it is there whole or not at all
+    path = _status_path(folder, rank)
+    # Under another name first: the file is there whole or not at all.
+    part = path.with_name(f"{path.name}.part")
     part.write_text(json.dumps(status._asdict()))
     os.rename(part, path)
 
 
 def take_status(folder: Path, rank: int) -> RankStatus:
-    """Takes what a rank reported out of the folder.
+    """Reads what a rank reported, and removes the report from the folder.
 
     Raises:
         CheckpointError: it is not there.
     """
     try:
-        said = json.loads(_path(folder, rank).read_text())
+        status = json.loads(_status_path(folder, rank).read_text())
     except FileNotFoundError as error:
         raise CheckpointError(
             f"rank {rank} wrote its part where rank 0 does not see it, in {folder}: "
             "all ranks need one shared file system"
         ) from error
-    _path(folder, rank).unlink()
+    _status_path(folder, rank).unlink()
     files = {
-        name: StoredFile(n, tuple(s)) for name, (n, s, *_) in said["files"].items()
+        name: StoredFile(n, tuple(s)) for name, (n, s, *_) in status["files"].items()
     }
-    return RankStatus(files, said["random"])
+    return RankStatus(files, status["random"])
 
 
-def _path(folder: Path, rank: int) -> Path:
+def _status_path(folder: Path, rank: int) -> Path:
     return folder / f"rank-{rank:05}.json"
 
 
-class Others:
-    """Those whom a rank waits for in one save: rank 0 for all, and all for rank 0.
+class SavePeers:
+    """The ranks that one rank waits for in a save: rank 0 for all, and all for rank 0.
 
     Args:
-        path: what the checkpoint will be.
+        path: the path that the checkpoint will have.
     """
 
-    def __init__(self, at: Here, path: Path):
-        self.board, self.rank, self.path = at.link.board, at.rank, path
-        self.ranks = [0] if at.rank else [*range(1, at.mesh.size)]
-        self.patience = min(at.link.timeout / 2, 300.0)  # with who does not answer
-        self.board.saves[at.rank] += 1
-        self.number = self.board.saves[at.rank]
-        self.gone: dict[int, str] = {}  # by rank, why it does not report
+    def __init__(self, here: Here, path: Path):
+        self.board, self.rank, self.path = here.link.board, here.rank, path
+        self.ranks = [0] if here.rank else [*range(1, here.mesh.size)]
+        self.patience = min(here.link.timeout / 2, 300.0)  # with one that is silent
+        # Saves are numbered, so that a late message of an earlier one is not taken.
+        self.board.saves[here.rank] += 1
+        self.number = self.board.saves[here.rank]
+        self.lost: dict[int, str] = {}  # by rank, why it will never report
 
-    def tell(self, why: str) -> None:
-        """Says that this rank has done its part, or why it could not."""
-        message = Message("save", self.rank, self.number, self.blamed or why)
+    def tell(self, error: str) -> None:
+        """Tells the others that this rank has done its part, or why it could not.
+
+        What failed elsewhere is told in place of this rank's error, which follows from
+        it.
+        """
+        message = Message("save", self.rank, self.number, self.failure or error)
         self.board.tell(self.ranks, message)
 
-    def said(self) -> dict[int, str]:
-        """Their messages, by rank: "" where all is well."""
+    def read_messages(self) -> dict[int, str]:
+        """Returns their messages, by rank: "" of one that has done its part."""
         return self.board.read("save", self.ranks, self.number)
 
     @property
-    def blamed(self) -> str:
+    def failure(self) -> str:
         """The failure of one of them, in words; "" where there is none."""
-        said = self.said()
-        gone = [f"rank {r} {why}" for r, why in self.gone.items() if r not in said]
-        return next(filter(None, said.values()), "; ".join(gone))
+        errors = self.read_messages()
+        lost = [f"rank {r} {why}" for r, why in self.lost.items() if r not in errors]
+        return next(filter(None, errors.values()), "; ".join(lost))
 
     def wait(self, all_of_them: bool = False) -> None:
         """Returns when all of them have done their part.
 
         Args:
-            all_of_them: whether the others are waited for where one could not.
+            all_of_them: whether to wait for the others too, if one has failed.
 
         Raises:
-            CheckpointError: one of them could not, or will never say.
+            CheckpointError: one of them failed, or will never report.
         """
-        pause, silent = 0.5, dict[int, float]()  # since when
+        pause, silent_since = 0.5, dict[int, float]()  # seconds; by rank
 
-        def over() -> bool:
-            done = len({*self.said(), *self.gone}) == len(self.ranks)
-            return done or not all_of_them and bool(self.blamed)
+        def is_over() -> bool:
+            all_done = len({*self.read_messages(), *self.lost}) == len(self.ranks)
+            return all_done or not all_of_them and bool(self.failure)
 
-        while not over():
-            self.board.wait(pause, over)
-            pause = min(2 * pause, _PATIENCE)
-            if over():
+        while not is_over():
+            self.board.wait(pause, is_over)
+            pause = min(2 * pause, _MAX_PAUSE)
+            if is_over():
                 break
+            # A rank without a message may be busy, or gone: the board says which. One
+            # that has ended will never report. One that does not answer may be slow:
+            # it is waited for as long as there is patience.
             asked = time.monotonic()
             missing = self.board.missing(
-                [r for r in self.ranks if r not in self.said()]
+                [r for r in self.ranks if r not in self.read_messages()]
             )
-            silent = {r: silent.get(r, asked) for r in missing}
-            given_up = time.monotonic() - self.patience
-            self.gone = {
+            silent_since = {r: silent_since.get(r, asked) for r in missing}
+            deadline = time.monotonic() - self.patience
+            self.lost = {
                 r: why
                 for r, why in missing.items()
-                if is_final(why) or silent[r] < given_up
+                if is_final(why) or silent_since[r] < deadline
             }
-            if self.gone and (self.path / MANIFEST).exists():
-                return  # rank 0 has ended, and well
-        if self.blamed:
-            raise CheckpointError(f"{self.path} was not saved: {self.blamed}")
+            if self.lost and (self.path / MANIFEST).exists():
+                return  # rank 0 completed the checkpoint, and ended before it told
+        if self.failure:
+            raise CheckpointError(f"{self.path} was not saved: {self.failure}")

@@ -1,6 +1,9 @@
-"""The contents of a checkpoint: leaves, generator states, and their writers.
+"""What one rank puts into a checkpoint: leaves, values and generator states.
 
-The states of the default random generators are saved as text, those of every rank.
+`saving` collects them from the state (`collect_contents`). When a rank writes, the
+layouts say which boxes of which leaves are its own to write (`assign_parts`): ranks
+that hold the same part share the work, without a message. `loading` uses the same
+description of a leaf (`LocalLeaf`) for what it fills.
 """
 
 from __future__ import annotations
@@ -17,7 +20,7 @@ import torch
 from torch import Tensor
 
 from fsfunc import _torch, tree
-from fsfunc.checkpoint.parsing import Wrong
+from fsfunc.checkpoint.parsing import InvalidTable
 from fsfunc.checkpoint.stored import CheckpointError, check_path
 from fsfunc.comm.mesh import Here, maybe_here
 from fsfunc.runtime.generators import generator_states
@@ -27,53 +30,59 @@ from fsfunc.sharded.packed_layouts import stacked
 from fsfunc.sharded.placements import describe
 from fsfunc.sharded.slices import Box, boxes
 from fsfunc.state.layout_rules import check_apart
+from fsfunc.tree.types import PyTree
 
-VALUES = (bool, int, float, str)
+VALUE_TYPES: tuple[type, ...] = (bool, int, float, str)  # of leaves beside tensors
 
 
-class Held(NamedTuple):
+class LocalLeaf(NamedTuple):
     """A tensor leaf of a tree on this rank: its layout, whole or not, and its part.
 
-    ``own``: sizes of the axes along which each rank has a value of its own, of which
-    this is the stack.
+    Args:
+        stacked_axes: sizes of the mesh axes along which each rank has a value of its
+            own, if it has: then the layout is that of the stack of all of them.
     """
 
     path: str
     layout: Layout
     part: Tensor
-    own: Mapping[str, int] = MappingProxyType({})
+    stacked_axes: Mapping[str, int] = MappingProxyType({})
 
     @staticmethod
-    def of(path: str, leaf: Sharded | Tensor) -> Held:
-        """A leaf with its layout."""
+    def of(path: str, leaf: Sharded | Tensor) -> LocalLeaf:
+        """Returns a leaf with its layout; that of a plain tensor is one whole box."""
         if isinstance(leaf, Sharded):
-            return Held(path, leaf.layout, leaf.local)
-        return Held(path, Layout(leaf.shape, leaf.dtype, (), path), leaf)
+            return LocalLeaf(path, leaf.layout, leaf.local)
+        return LocalLeaf(path, Layout(leaf.shape, leaf.dtype, (), path), leaf)
 
-    def stacked(self, own: Mapping[str, int], coordinates: Coordinates) -> Held:
-        """The stack of what ranks along axes have, each its own; memory is shared."""
-        layout, part = stacked(self.layout, own), self.part
+    def stacked(self, axes: Mapping[str, int], coordinates: Coordinates) -> LocalLeaf:
+        """Returns this leaf as one row of the stack of what ranks along axes have.
+
+        Memory is shared.
+        """
+        layout, part = stacked(self.layout, axes), self.part
         if layout.local_shape(coordinates) == (1, *part.shape):
             part = part[None]
-        return Held(self.path, layout, part, own)
+        return LocalLeaf(self.path, layout, part, axes)
 
     def boxes(self, coordinates: Coordinates) -> list[tuple[Box, Tensor]]:
-        """The part as boxes of the whole, each with its elements (views of the part).
+        """Cuts the part into boxes of the whole, each with its elements (views of it).
 
-        A leaf without elements is one empty box, so that it is stored at all.
+        A range of a flat buffer is several boxes: the end of one row, whole rows, and
+        the beginning of another.
         """
-        if not self.layout.numel:
-            none = tuple(0 for _ in self.layout.shape)
+        if not self.layout.numel:  # one empty box, so that the leaf is stored at all
+            origin = tuple(0 for _ in self.layout.shape)
             return [
-                (Box(none, self.layout.shape, 0), self.part.view(self.layout.shape))
+                (Box(origin, self.layout.shape, 0), self.part.view(self.layout.shape))
             ]
         self.layout.check_part(self.part.shape, coordinates)
-        found = boxes(self.layout, coordinates)
+        local_boxes = boxes(self.layout, coordinates)
         if self.layout.flat is None:  # one box: the part itself, contiguous or not
-            return [(box, self.part) for box in found]
+            return [(box, self.part) for box in local_boxes]
         return [
             (box, self.part[box.start : box.start + box.numel].view(box.sizes))
-            for box in found
+            for box in local_boxes
         ]
 
 
@@ -81,85 +90,88 @@ class Held(NamedTuple):
 class Contents:
     """The tensors and the other values of a tree, by path; the generators' states."""
 
-    tensors: dict[str, Held] = field(default_factory=dict)
+    tensors: dict[str, LocalLeaf] = field(default_factory=dict)
     values: dict[str, Any] = field(default_factory=dict)
     random: dict[str, str] = field(default_factory=dict)
 
     @property
     def lines(self) -> list[tuple[str, str]]:
-        """A description of the tree, leaf by leaf, equal on every rank."""
-        lines = []
-        for path, held in self.tensors.items():
-            axes = ", ".join(held.layout.axes)
+        """A description of the tree, leaf by leaf, which ranks compare."""
+        lines: list[tuple[str, str]] = []
+        for path, leaf in self.tensors.items():
+            axes = ", ".join(leaf.layout.axes)
             over = f" over {axes}" if axes else ""
-            kind = describe(held.layout.shape, held.part.dtype)
-            lines.append((repr(path), kind + over))
+            shape_and_dtype = describe(leaf.layout.shape, leaf.part.dtype)
+            lines.append((repr(path), shape_and_dtype + over))
         return lines + [(repr(p), json.dumps(x)) for p, x in self.values.items()]
 
 
-def mesh_here(verb: str) -> Here | None:
-    """The rank and mesh in sight, if there is one.
+def mesh_for(verb: str) -> Here | None:
+    """Returns the rank and mesh in sight, to save or load on; None without a mesh.
 
     Raises:
-        RuntimeError: there is one, and it holds no values.
+        RuntimeError: the mesh holds no values of its own.
     """
-    at = maybe_here()
-    if at is not None and at.mesh.backend in ("abstract", "vmap"):
+    here = maybe_here()
+    if here is not None and here.mesh.backend in ("abstract", "vmap"):
         raise RuntimeError(
-            f"cannot {verb} on {at.mesh}, which holds no values of its own: {verb} on "
-            "a simulated mesh or on processes"
+            f"cannot {verb} on {here.mesh}, which holds no values of its own: {verb} "
+            "on a simulated mesh or on processes"
         )
-    return at
+    return here
 
 
-def coordinates_here(at: Here | None) -> dict[str, int]:
-    """This rank's coordinates; none without a mesh."""
-    return {} if at is None else at.mesh.coordinates(at.rank)
+def coordinates_of(here: Here | None) -> dict[str, int]:
+    """Returns the rank's coordinates, by axis; none without a mesh."""
+    return {} if here is None else here.mesh.coordinates(here.rank)
 
 
-def contents_of(state: Any) -> Contents:
-    """The contents of ``state`` that are saved.
+def collect_contents(state: PyTree) -> Contents:
+    """Collects what is saved of ``state``, and the generators' states.
 
     Raises:
         TypeError: a leaf that is neither a tensor nor a number, string or bool.
         ValueError: two leaves of one path; a tensor that is fake or on "meta".
         RuntimeError: a leaf that was donated.
     """
-    found = Contents(random=_random_state())
+    contents = Contents(random=_save_generators())
     paths, leaves, _ = tree.flatten_with_paths(state, is_leaf=is_sharded)
     check_apart(paths, "the state")
     for path, leaf in zip(paths, leaves, strict=True):
         _check_path(path)
         if isinstance(leaf, Sharded | Tensor):
-            held = Held.of(path, leaf)
-            found.tensors[path] = held._replace(part=held.part.detach())
-            check_real(path, found.tensors[path].part, "save")
-        elif isinstance(leaf, VALUES) and type(leaf) in VALUES:
-            found.values[path] = leaf
+            local = LocalLeaf.of(path, leaf)
+            # Detached, so that a save in the background keeps no graph alive.
+            contents.tensors[path] = local._replace(part=local.part.detach())
+            check_real(path, contents.tensors[path].part, "save")
+        # Not of a subclass, such as an enum or numpy's numbers: it would come back as
+        # another type.
+        elif isinstance(leaf, VALUE_TYPES) and type(leaf) in VALUE_TYPES:
+            contents.values[path] = leaf
         else:
             raise TypeError(
                 f"cannot save {path!r}, a {type(leaf).__name__}: a checkpoint holds "
                 "tensors, numbers, strings and bools; turn it into one, or leave it "
                 "out of the state"
             )
-    return found
+    return contents
 
 
 def _check_path(path: str) -> None:
     try:
         check_path(path)
-    except Wrong as error:
+    except InvalidTable as error:
         raise ValueError(f"{error}, and a file could not hold it: rename it") from None
-    if path == "__metadata__":
+    if path == "__metadata__":  # safetensors' name for what is no tensor
         raise ValueError("a leaf called '__metadata__' cannot be saved: rename it")
 
 
 def check_real(path: str, part: Tensor, verb: str) -> None:
-    """Raises where a tensor has no values."""
+    """Raises where a tensor has no values that could be saved or loaded."""
     if isinstance(part, _torch.FakeTensor) or part.device.type == "meta":
-        kind = "on the meta device" if part.device.type == "meta" else "fake"
+        reason = "on the meta device" if part.device.type == "meta" else "fake"
         raise ValueError(
-            f"cannot {verb} {path!r}: it is {kind} and has no values; give a state "
+            f"cannot {verb} {path!r}: it is {reason} and has no values; give a state "
             "made by init_state on a simulated mesh or on processes"
         )
     if part.layout != torch.strided or part.is_quantized or _torch.is_wrapped(part):
@@ -169,9 +181,9 @@ def check_real(path: str, part: Tensor, verb: str) -> None:
         )
 
 
-def check_mesh(layout: Layout, at: Here | None, verb: str) -> None:
+def check_mesh(layout: Layout, here: Here | None, verb: str) -> None:
     """Raises if a leaf's layout has axes that the mesh does not have."""
-    axes = {} if at is None else at.mesh.axes
+    axes = {} if here is None else here.mesh.axes
     for axis, size in layout.sizes.items():
         if axes.get(axis) != size:
             raise ValueError(
@@ -181,48 +193,54 @@ def check_mesh(layout: Layout, at: Here | None, verb: str) -> None:
             )
 
 
-def parts_of(found: Contents, at: Here | None) -> list[tuple[str, Box, Tensor]]:
-    """The boxes that this rank writes, each with its path and elements.
+def assign_parts(
+    contents: Contents, here: Here | None
+) -> list[tuple[str, Box, Tensor]]:
+    """Returns the boxes that this rank writes, each with its path and elements.
 
-    Ranks whose coordinates agree on a leaf's axes hold the same part. Whole leaves go
-    to them in turn, each to the one that has the fewest bytes so far: every rank comes
-    to the same answer by the layouts alone.
+    Ranks whose coordinates agree on a leaf's axes hold the same part (replicas), and
+    one of them writes it. Every rank comes to the same answer by the layouts alone.
     """
-    coordinates = coordinates_here(at)
+    coordinates = coordinates_of(here)
     written: list[tuple[str, Box, Tensor]] = []
-    load: dict[tuple[str, ...], list[int]] = defaultdict(list)
-    for held in sorted(found.tensors.values(), key=lambda h: -h.layout.nbytes):
-        mine, count = _replica(held.layout, at)
-        loads = load.setdefault(held.layout.axes, [0] * count)
+    # Bytes that each replica writes, by the axes of leaves. The largest leaves are
+    # given away first, each to the replica with the fewest bytes so far: greedy, and so
+    # nearly even.
+    loads_by_axes: dict[tuple[str, ...], list[int]] = defaultdict(list)
+    for leaf in sorted(contents.tensors.values(), key=lambda x: -x.layout.nbytes):
+        this_replica, count = _replica_of(leaf.layout, here)
+        loads = loads_by_axes.setdefault(leaf.layout.axes, [0] * count)
         writer = loads.index(min(loads))
-        loads[writer] += held.layout.nbytes
-        if held.layout.numel == 0:
-            mine = 0 if at is None else at.rank
-        if writer == mine:
-            written += [(held.path, box, x) for box, x in held.boxes(coordinates)]
+        loads[writer] += leaf.layout.nbytes
+        # Of a leaf without elements each rank has the same empty box, also along axes
+        # that cut it: one rank of all writes it, or the box would be there twice.
+        if leaf.layout.numel == 0:
+            this_replica = 0 if here is None else here.rank
+        if writer == this_replica:
+            written += [(leaf.path, box, x) for box, x in leaf.boxes(coordinates)]
     return written
 
 
-def _replica(layout: Layout, at: Here | None) -> tuple[int, int]:
-    """(which, of how many) this rank is among those that hold the same part."""
-    axes = () if at is None else at.mesh.axes
-    others = tuple(axis for axis in axes if axis not in layout.axes)
-    if at is None or not others:
+def _replica_of(layout: Layout, here: Here | None) -> tuple[int, int]:
+    """Returns (index, count) of this rank among those that hold the same part."""
+    axes = () if here is None else here.mesh.axes
+    replica_axes = tuple(axis for axis in axes if axis not in layout.axes)
+    if here is None or not replica_axes:
         return 0, 1
-    ranks = at.mesh.members(others, at.rank)
-    return ranks.index(at.rank), len(ranks)
+    ranks = here.mesh.members(replica_axes, here.rank)
+    return ranks.index(here.rank), len(ranks)
 
 
-def _random_state() -> dict[str, str]:
-    """The states of the default generators, by device type."""
+def _save_generators() -> dict[str, str]:
+    """Returns the states of the default generators in base64, by device type."""
     return {
-        g.device.type: base64.b64encode(bytes(state.tolist())).decode()
-        for g, state in generator_states()
+        generator.device.type: base64.b64encode(bytes(state.tolist())).decode()
+        for generator, state in generator_states()
     }
 
 
-def together(states: Sequence[Mapping[str, str]]) -> dict[str, Any]:
-    """The generators of all ranks; those that are equal, as they usually are, once."""
+def merge_generators(states: Sequence[Mapping[str, str]]) -> dict[str, Any]:
+    """Merges the generators' states of all ranks: equal ones, the usual case, once."""
     distinct: list[Mapping[str, str]] = []
     for state in states:
         if state not in distinct:
@@ -230,36 +248,38 @@ def together(states: Sequence[Mapping[str, str]]) -> dict[str, Any]:
     return {"states": distinct, "of": [distinct.index(state) for state in states]}
 
 
-def random_of(random: Mapping[str, Any], rank: int) -> dict[str, Tensor]:
-    """The states that this rank's default generators had, by device type.
+def generators_of(random: Mapping[str, Any], rank: int) -> dict[str, Tensor]:
+    """Returns the states that this rank's default generators had, by device type.
 
-    Where there are more ranks now, they take the saved ones in turn.
+    If there are more ranks now, they take the saved states in turn.
 
     Raises:
         CheckpointError: no generator has such a state.
     """
     if not random:
         return {}
-    mine = random["states"][random["of"][rank % len(random["of"])]]
-    found: dict[str, Tensor] = {}
-    for kind, text in mine.items():
-        if kind == "cpu" or kind == "cuda" and torch.cuda.is_available():
+    encoded = random["states"][random["of"][rank % len(random["of"])]]
+    states: dict[str, Tensor] = {}
+    for device_type, text in encoded.items():
+        if device_type == "cpu" or device_type == "cuda" and torch.cuda.is_available():
             raw = bytearray(base64.b64decode(text))
             try:
-                found[kind] = torch.frombuffer(raw, dtype=torch.uint8)
-                torch.Generator(kind).set_state(found[kind])
+                states[device_type] = torch.frombuffer(raw, dtype=torch.uint8)
+                # Tried on another generator: a state that is none must not be found
+                # out when some generators are set.
+                torch.Generator(device_type).set_state(states[device_type])
             except (RuntimeError, ValueError) as error:
                 raise CheckpointError(
-                    f"the checkpoint's state of the {kind} generator is none "
+                    f"the checkpoint's state of the {device_type} generator is none "
                     f"({error}): load it with random=False"
                 ) from error
-    return found
+    return states
 
 
-def restore_random(states: Mapping[str, Tensor]) -> None:
+def restore_generators(states: Mapping[str, Tensor]) -> None:
     """Sets this rank's default generators."""
-    for kind, state in states.items():
-        if kind == "cpu":
+    for device_type, state in states.items():
+        if device_type == "cpu":
             torch.default_generator.set_state(state)
         else:
-            torch.cuda.set_rng_state(state)  # also where CUDA was not used so far
+            torch.cuda.set_rng_state(state)  # works where CUDA was not used so far

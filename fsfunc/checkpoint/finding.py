@@ -1,4 +1,9 @@
-"""Metadata of a checkpoint, or of safetensors files; the newest one in a folder."""
+"""metadata and latest: what a checkpoint holds, and the newest one in a folder.
+
+A checkpoint is a folder with a manifest, which `metadata` reads. It also takes what
+others wrote, one safetensors file or a folder of them (Hugging Face's with an index,
+torch.distributed.checkpoint's): their table is derived from the headers.
+"""
 
 from __future__ import annotations
 
@@ -9,26 +14,31 @@ from pathlib import Path
 
 from fsfunc.checkpoint.folders import (
     MANIFEST,
-    age,
-    alike,
     delete,
-    entries,
     is_pickle,
+    is_same_series,
     is_unfinished,
+    is_within,
+    list_folder,
+    pickle_error,
     read_regular,
-    refuse_pickle,
-    stays,
+    series_order,
 )
 from fsfunc.checkpoint.headers import (
     check_files,
-    facts_in,
-    header_at,
+    facts_from,
+    read_header,
     read_manifest,
-    tensors_in,
+    tensors_from,
 )
-from fsfunc.checkpoint.parsing import LONGEST, Said, Wrong, table_of
+from fsfunc.checkpoint.parsing import (
+    MAX_JSON_BYTES,
+    InvalidTable,
+    JsonTable,
+    parse_table,
+)
 from fsfunc.checkpoint.reading import prove
-from fsfunc.checkpoint.stored import CheckpointError, Stored, proven
+from fsfunc.checkpoint.stored import CheckpointError, Stored, validated
 from fsfunc.comm.attribution import warn
 from fsfunc.comm.tracebacks import api_boundary
 from fsfunc.printing.tables import visible
@@ -65,104 +75,112 @@ def metadata(path: str | os.PathLike[str]) -> Stored:
     if path.is_dir():
         files, index = _files_of(path)
         if files:
-            return _foreign(path, files, index)
+            return _read_foreign(path, files, index)
         if any(is_pickle(p) for p in path.iterdir()):
-            raise refuse_pickle(path)
+            raise pickle_error(path)
         raise CheckpointError(
             f"{path} is no checkpoint: it holds neither {MANIFEST} nor a safetensors "
             f"file{_instead(path)}"
         )
     if path.exists():
         if is_pickle(path):
-            raise refuse_pickle(path)
-        return _foreign(path.parent, [path])
+            raise pickle_error(path)
+        return _read_foreign(path.parent, [path])
     raise FileNotFoundError(f"there is no checkpoint at {path}{_instead(path.parent)}")
 
 
 def _instead(folder: Path) -> str:
-    """What a folder has in place of the checkpoint that was looked for, in words."""
-    paths = entries(folder)
-    if found := [p for p in paths if _is_one(p)]:
+    """Describes what a folder has in place of the checkpoint that was looked for."""
+    paths = list_folder(folder)
+    if checkpoints := [p for p in paths if _is_checkpoint(p)]:
+        newest = max(checkpoints, key=series_order).name
         return (
-            f". {folder} has {len(found)}, the newest {max(found, key=age).name}: "
+            f". {folder} has {len(checkpoints)}, the newest {newest}: "
             f"ff.load(ff.latest({str(folder)!r}), target)"
         )
-    if begun := [p for p in paths if is_unfinished(p)]:
+    if unfinished := [p for p in paths if is_unfinished(p)]:
         return (
-            f". {folder} has {begun[-1].name} alone, of a save that is not finished "
-            "or was cut off: begin anew"
+            f". {folder} has {unfinished[-1].name} alone, of a save that is not "
+            "finished or was cut off: begin anew"
         )
     return ""
 
 
 def _files_of(folder: Path) -> tuple[list[Path], dict[str, str] | None]:
-    """The safetensors files of a folder, and by tensor the file that its index names.
+    """Returns a folder's safetensors files, and its index: by tensor a file's name.
 
-    Where it has an index, those that it names.
+    If there is an index, these are the files that it names.
     """
-    paths, index_of = sorted(folder.glob("*.safetensors")), None
+    paths, file_of = sorted(folder.glob("*.safetensors")), None
     for index in sorted(folder.glob("*.safetensors.index.json")):
-        _check_stays(index, folder)
+        _check_within(index, folder)
         try:
-            said = table_of(read_regular(index, LONGEST + 1, follow=True))
-            index_of = said.texts("weight_map")
-            named = set(index_of.values())
-        except Wrong as error:
+            table = parse_table(read_regular(index, MAX_JSON_BYTES + 1, follow=True))
+            file_of = table.texts("weight_map")
+            named = set(file_of.values())
+        except InvalidTable as error:
             raise CheckpointError(f"{index} is damaged: {error}") from error
         for name in sorted(named - {path.name for path in paths}):
             raise CheckpointError(
                 f"{name[:99]!r} is missing in {folder}: {index.name} names it"
             )
         paths = [path for path in paths if path.name in named]
-        break
+        break  # the first index
     for path in paths:
-        _check_stays(path, folder)
-    return paths, index_of
+        _check_within(path, folder)
+    return paths, file_of
 
 
-def _check_stays(path: Path, folder: Path) -> None:
-    if not stays(path, folder):
+def _check_within(path: Path, folder: Path) -> None:
+    """Raises if a link leads out of the folder: to any file that the user can read."""
+    if not is_within(path, folder):
         raise CheckpointError(
             f"{path} is a link to {os.path.realpath(path)}, out of the folder: put the "
             "file itself there, or load that one"
         )
 
 
-def _foreign(
+def _read_foreign(
     folder: Path, paths: list[Path], index: Mapping[str, str] | None = None
 ) -> Stored:
-    """The tensors of safetensors files, whole or the boxes that DCP wrote.
+    """Reads the table of safetensors files, of whole tensors or of DCP's boxes.
 
-    Whole ones that the ``index`` does not name for their file are passed over.
-    None is proven by checksums but those of files that are sealed.
+    Only sealed files have checksums.
+
+    Args:
+        index: by tensor the file to read it from. Whole tensors in other files are
+            left out.
     """
-    headers = {path.name: header_at(path, follow=True) for path in paths}
+    headers = {path.name: read_header(path, follow=True) for path in paths}
     part = next((name for name, header in headers.items() if header.is_part), None)
     if part is not None:
         raise CheckpointError(
             f"{folder / part} is a part of a checkpoint of fsfunc: load its folder, "
             f"which has {MANIFEST} too; if that is missing, load an earlier checkpoint"
         )
-    said, over = Said(), set[str]()
+    facts, left_out = JsonTable(), set[str]()
     for file, header in headers.items():
-        said |= header.ours
+        facts |= header.sealed
         for name, (_, box) in list(header.boxes.items()):
+            # One tensor may be in two files, and the index says which counts. The other
+            # gets a name of its own: it must be checked too, or the file would seem to
+            # have a gap there.
             if not (index is None or index.get(name) == file or any(box.offsets)):
-                over.add(alias := f"{name} in {file}")  # proven too, and left out
+                left_out.add(alias := f"{name} in {file}")
                 header.boxes[alias] = header.boxes.pop(name)
     files = {file: header.file for file, header in headers.items()}
-    begins = {file: header.nbytes for file, header in headers.items()}
+    data_begins = {file: header.nbytes for file, header in headers.items()}
     try:
         with uncollected():
-            tensors = tensors_in(headers.values(), said)
-            found = Stored(folder, tensors, files=files, **facts_in(said))
-            found = proven(found, begins)
-    except Wrong as error:
+            tensors = tensors_from(headers.values(), facts)
+            stored = Stored(folder, tensors, files=files, **facts_from(facts))
+            stored = validated(stored, data_begins)
+    except InvalidTable as error:
         raise CheckpointError(
             f"{folder if len(paths) > 1 else paths[0]} is damaged ({error})"
         ) from error
-    kept = {name: leaf for name, leaf in found.tensors.items() if name not in over}
-    return replace(found, tensors=kept)
+    leaves = {name: x for name, x in stored.tensors.items() if name not in left_out}
+    return replace(stored, tensors=leaves)
 
 
 @api_boundary
@@ -195,15 +213,17 @@ def latest(
     ...     ff.latest(folder).name
     'step-10'
     """
-    if _is_one(Path(folder)):
+    if _is_checkpoint(Path(folder)):
         raise ValueError(
             f"{folder} is a checkpoint itself, and ff.latest looks for those within a "
             f"folder: give ff.load this path, or ff.latest {Path(folder).parent}"
         )
-    found = [p for p in entries(Path(folder)) if p.match(pattern) and _is_one(p)]
+    checkpoints = [
+        p for p in list_folder(Path(folder)) if p.match(pattern) and _is_checkpoint(p)
+    ]
     faults: list[CheckpointError] = []
-    for path in sorted(found, key=age, reverse=True):
-        fault = _fault(path, proven)
+    for path in sorted(checkpoints, key=series_order, reverse=True):
+        fault = _find_fault(path, proven)
         if fault is None:
             return path
         faults.append(fault)
@@ -212,6 +232,7 @@ def latest(
             f"taken: {fault}",
             RuntimeWarning,
         )
+    # None would mean "begin anew" to the caller, who would lose the run.
     if faults:
         raise CheckpointError(
             f"none of the {len(faults)} checkpoints in {folder} can be loaded; of the "
@@ -220,31 +241,36 @@ def latest(
     return None
 
 
-def keep_newest(path: Path, keep: int) -> None:
-    """Deletes all checkpoints named as ``path`` is but itself and the newest others.
+def delete_older(path: Path, keep: int) -> None:
+    """Deletes the checkpoints of a series but ``path`` and the newest others.
 
-    ``keep`` stay in all, of those that can be loaded. Names are alike that differ in
-    their last number alone. What cannot be loaded is left alone. So is, with a warning,
-    what cannot be deleted: the one that was saved is complete.
+    ``keep`` stay in all, of those that can be loaded. What cannot be loaded is neither
+    counted nor deleted.
     """
-    family = [p for p in entries(path.parent) if alike(p.name, path.name)]
-    others = [p for p in family if p != path and _is_one(p) and _fault(p) is None]
-    for old in sorted(others, key=age)[: len(others) - (keep - 1)]:
+    series = [p for p in list_folder(path.parent) if is_same_series(p.name, path.name)]
+    others = [
+        p for p in series if p != path and _is_checkpoint(p) and _find_fault(p) is None
+    ]
+    for old in sorted(others, key=series_order)[: len(others) - (keep - 1)]:
         try:
             delete(old)
-        except OSError as error:
+        except OSError as error:  # a warning: the one that was saved is complete
             warn(
                 f"{old} is to make room, and cannot be deleted: {error}",
                 RuntimeWarning,
             )
 
 
-def _is_one(path: Path) -> bool:
+def _is_checkpoint(path: Path) -> bool:
     return not is_unfinished(path) and os.path.lexists(path / MANIFEST)
 
 
-def _fault(path: Path, proven: bool = False) -> CheckpointError | None:
-    """The error that loading a checkpoint would raise, as far as is seen."""
+def _find_fault(path: Path, proven: bool = False) -> CheckpointError | None:
+    """Returns the error that a load would raise, as far as the files' lengths show.
+
+    Args:
+        proven: whether to read the files too, and compare checksums.
+    """
     try:
         stored = metadata(path)
         if proven:

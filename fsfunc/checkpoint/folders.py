@@ -1,11 +1,14 @@
 """Folders that appear and are deleted atomically, and the regular files in them.
 
-A save writes into a folder of its own, ``.<name>.saving-<process>``, which nobody else
-has, and renames it to ``<name>`` when it is complete; before a checkpoint is deleted it
-is renamed to ``.<name>.deleting-<process>``. So a folder with a checkpoint's name and a
-manifest is complete, whenever a process was killed, and of two jobs that save one path
-the second raises. The next save removes what killed processes left. Only files that
-saves write are ever removed, by name, and no link is followed.
+A save writes into a folder with a name that no other process has, and renames it when
+it is complete. A checkpoint is renamed before it is deleted:
+
+    .step-7.saving-<unique> --publish--> step-7 --delete--> .step-7.deleting-<unique>
+
+So a folder with a checkpoint's name and a manifest is complete, whenever a process was
+killed; and of two jobs that save one path the second raises. The next save removes what
+killed processes left. Only files that saves write are ever removed, by name, and no
+link is followed.
 """
 
 from __future__ import annotations
@@ -26,16 +29,20 @@ from fsfunc.checkpoint.stored import CheckpointError
 
 MANIFEST = "fsfunc.json"  # in a folder with a checkpoint's name: it is complete
 _UNFINISHED = re.compile(r"\.(.+)\.(saving|deleting)(?:-[0-9a-f]+)?", re.S)
-_OWN = re.compile(r"\.(.+)\.(saving|deleting)-([0-9a-f]{8})([0-9a-f]{8})[0-9a-f]{16}")
-_WRITTEN = re.compile(
+_UNIQUE_NAME = re.compile(
+    r"\.(.+)\.(saving|deleting)-([0-9a-f]{8})([0-9a-f]{8})[0-9a-f]{16}"
+)
+_WRITTEN_BY_SAVES = re.compile(
     r"shard-\d{5}.*\.safetensors|rank-\d{5,}\.json(?:\.part)?|" + re.escape(MANIFEST)
 )  # by saves
-_LONG = 86_400.0  # seconds without a change, after which whatever wrote it has ended
-_IN_USE: set[str] = set()  # names that this process writes under
+# Of a process on another host nobody can ask whether it runs: it has ended if nothing
+# has changed for so many seconds.
+_ABANDONED_AFTER = 86_400.0
+_NAMES_IN_USE: set[str] = set()  # names that this process writes under
 
 
-def own_name() -> str:
-    """32 hexadecimal digits, unique: from host, process and a random number."""
+def unique_name() -> str:
+    """Returns 32 hexadecimal digits: the host, the process and a random number."""
     return f"{_host():08x}{os.getpid():08x}{secrets.token_hex(8)}"
 
 
@@ -56,108 +63,110 @@ def check_absent(path: Path) -> None:
         )
 
 
-def saving_path(path: Path, own: str) -> Path:
-    """The path that the holder of an `own_name` writes until ``path`` is complete."""
-    return path.with_name(f".{path.name}.saving-{own}")
+def saving_path(path: Path, unique: str) -> Path:
+    """Returns the path that is written to until ``path`` is complete."""
+    return path.with_name(f".{path.name}.saving-{unique}")
 
 
-def begin_saving(path: Path, own: str) -> Path:
-    """The `saving_path` of ``path``, in use by now.
+def begin_saving(path: Path, unique: str) -> Path:
+    """Reserves the `saving_path` of ``path``, and removes what killed processes left.
 
-    What killed processes left beside it, of names that are like it but for their last
-    number, is removed.
+    That is of the same series (`is_same_series`), beside ``path``.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    part = saving_path(path, own)
-    _IN_USE.add(part.name)
-    for remains in entries(path.parent):
-        of = _OWN.fullmatch(remains.name)
-        if of and alike(of[1], path.name) and _is_dead(remains, of[3], of[4]):
-            discard(remains)
+    part = saving_path(path, unique)
+    _NAMES_IN_USE.add(part.name)
+    for remains in list_folder(path.parent):
+        match = _UNIQUE_NAME.fullmatch(remains.name)
+        if match and is_same_series(match[1], path.name):
+            if _is_dead(remains, host=match[3], process=match[4]):
+                discard(remains)
     return part
 
 
 def _is_dead(remains: Path, host: str, process: str) -> bool:
-    """True if no process can be writing under a name of `own_name`."""
-    if remains.name in _IN_USE:
+    """Returns whether no process can be writing any more under a `unique_name`."""
+    if remains.name in _NAMES_IN_USE:
         return False
     if int(host, 16) == _host():
-        number = int(process, 16)
-        if number == os.getpid() or not _runs(number):
+        pid = int(process, 16)
+        # A name with this process's id that is not in use here is of an earlier one
+        # with the same id.
+        if pid == os.getpid() or not _is_running(pid):
             return True
+    # A process that runs may be another one that was given the id meanwhile.
     with suppress(OSError):
-        times = [os.lstat(path).st_mtime for path in (remains, *entries(remains))]
-        return time.time() - max(times) > _LONG
+        times = [os.lstat(path).st_mtime for path in (remains, *list_folder(remains))]
+        return time.time() - max(times) > _ABANDONED_AFTER
     return False
 
 
-def _runs(process: int) -> bool:
+def _is_running(pid: int) -> bool:
     try:
-        os.kill(process, 0)
+        os.kill(pid, 0)  # signal 0 only asks whether it could be sent
     except (ProcessLookupError, OverflowError):
         return False
-    except PermissionError:
+    except PermissionError:  # another user's
         pass
     return True
 
 
-def appear(part: Path, path: Path) -> None:
-    """Renames what was written to its name, when all of it is on the disk.
+def publish(part: Path, path: Path) -> None:
+    """Gives what was written its name, once all of it is on the disk.
 
     Raises:
         FileExistsError: ``path`` exists by now.
     """
+    # Before the rename, or a power failure could leave the name without the entries.
     sync(part)
     try:
-        check_absent(path)  # an empty folder would be replaced
+        check_absent(path)  # rename would replace an empty folder
         os.rename(part, path)
     except OSError as error:
         if error.errno in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
             raise FileExistsError(f"{path} exists by now") from error
         raise
-    _IN_USE.discard(part.name)
+    _NAMES_IN_USE.discard(part.name)
     sync(path.parent)
 
 
 def discard(part: Path) -> None:
-    """Removes what saves wrote, and the folder if it is empty; it is in use no more.
+    """Removes the files that saves wrote, and the folder if it is empty then.
 
-    Other files are the user's: they stay, and a folder that was a checkpoint gets its
-    name back.
+    Other files are the user's and stay. A folder that was a checkpoint, and still has
+    such files, gets its name back. The name is in use no more.
     """
-    _IN_USE.discard(part.name)
+    _NAMES_IN_USE.discard(part.name)
     if not part.is_dir() or part.is_symlink():
         with suppress(OSError):
             part.unlink()
         return
-    for path in entries(part):
-        if _WRITTEN.fullmatch(path.name):
+    for path in list_folder(part):
+        if _WRITTEN_BY_SAVES.fullmatch(path.name):
             with suppress(OSError):
                 path.unlink()
     try:
         part.rmdir()
     except OSError:
-        own = _OWN.fullmatch(part.name)
-        if own is not None and own[2] == "deleting":
+        match = _UNIQUE_NAME.fullmatch(part.name)
+        if match is not None and match[2] == "deleting":
             with suppress(OSError):
-                part.rename(part.with_name(own[1]))
+                part.rename(part.with_name(match[1]))
 
 
 def delete(path: Path) -> None:
-    """Removes a checkpoint, of which from the first moment on nothing has its name.
-
-    Of a link itself alone, and nothing where it leads.
-    """
+    """Removes a checkpoint; of a link, only the link itself."""
     if path.is_symlink():
         path.unlink()
         return
-    gone = path.with_name(f".{path.name}.deleting-{own_name()}")
-    os.rename(path, gone)
-    discard(gone)
+    # Renamed first: a checkpoint with half of its files never has its name.
+    doomed = path.with_name(f".{path.name}.deleting-{unique_name()}")
+    os.rename(path, doomed)
+    discard(doomed)
 
 
 def sync(path: Path) -> None:
-    """Waits until the disk has a folder's entries, or a file."""
+    """Waits until the entries of a folder, or a file's bytes, are on the disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -165,8 +174,8 @@ def sync(path: Path) -> None:
         os.close(handle)
 
 
-def entries(folder: Path) -> list[Path]:
-    """The paths in a folder; none of what is no folder, or is removed meanwhile."""
+def list_folder(folder: Path) -> list[Path]:
+    """Lists the paths in a folder; none if it is no folder, or removed meanwhile."""
     try:
         return sorted(folder / name for name in os.listdir(folder))
     except (FileNotFoundError, NotADirectoryError):
@@ -174,49 +183,56 @@ def entries(folder: Path) -> list[Path]:
 
 
 def is_unfinished(path: Path) -> bool:
-    """True for the name of a folder that is being written or deleted."""
+    """Returns whether a folder has the name of one that is being written or deleted."""
     return _UNFINISHED.fullmatch(path.name) is not None
 
 
-def alike(a: str, b: str) -> bool:
-    """True if two names differ in their last number alone, as two steps of a run do."""
-    one, other = _Name.of(a), _Name.of(b)
-    around = one.before == other.before and one.after == other.after
-    return around and bool(one.number) == bool(other.number)
+def is_same_series(a: str, b: str) -> bool:
+    """Returns whether two names differ in their last number alone, as a run's steps do.
+
+    >>> is_same_series("step-9", "step-10"), is_same_series("step-9", "best-9")
+    (True, False)
+    """
+    first, second = _SeriesName.of(a), _SeriesName.of(b)
+    same_around = first.before == second.before and first.after == second.after
+    return same_around and bool(first.number) == bool(second.number)
 
 
-def age(path: Path) -> tuple[int, str]:
-    """Sorts checkpoints by the last number in their names, the oldest first."""
-    return int(_Name.of(path.name).number or -1), path.name
+def series_order(path: Path) -> tuple[int, str]:
+    """Returns a key that sorts checkpoints by the last number in their names."""
+    return int(_SeriesName.of(path.name).number or -1), path.name
 
 
-class _Name(NamedTuple):
-    """A name, split at its last number, which is "" where it has none."""
+class _SeriesName(NamedTuple):
+    """A name, split at its last number; that is "" where the name has none."""
 
     before: str
     number: str
     after: str
 
     @classmethod
-    def of(cls, name: str) -> _Name:
-        found = re.fullmatch(r"(.*?)(\d+)(\D*)", name, re.S)
-        return cls(*found.groups()) if found else cls(name, "", "")
+    def of(cls, name: str) -> _SeriesName:
+        match = re.fullmatch(r"(.*?)(\d+)(\D*)", name, re.S)
+        return cls(*match.groups()) if match else cls(name, "", "")
 
 
 _PICKLES = (".pt", ".pth", ".bin", ".ckpt", ".pkl", ".pickle", ".distcp", ".metadata")
 
 
 def open_regular(path: Path, *, follow: bool = False) -> int:
-    """A file descriptor, to read from.
+    """Opens a regular file for reading, and returns its file descriptor.
 
     Args:
-        follow: it may be a link: one that the user gave, or that `stays`.
+        follow: whether it may be a link. It may if the user named it, or if `is_within`
+            was asked where it leads.
 
     Raises:
-        CheckpointError: there is none; or it is a link, a pipe or a device, which may
-            lead out of the folder or never answer.
+        CheckpointError: there is no file; or it is a link, a pipe or a device, which
+            may lead out of the folder or never answer.
     """
-    flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK  # a pipe would wait for a writer
+    # Without O_NONBLOCK the open of a pipe would wait for a writer. The type is checked
+    # of the open file, not of the path: between two calls another file could be there.
+    flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK
     try:
         file = os.open(path, flags if follow else flags | os.O_NOFOLLOW)
     except OSError as error:
@@ -225,24 +241,27 @@ def open_regular(path: Path, *, follow: bool = False) -> int:
                 f"{path} is missing: go back to an earlier checkpoint"
             ) from error
         if error.errno in (errno.ELOOP, errno.ENXIO, errno.EOPNOTSUPP):
-            raise _odd(path) from error
+            raise _not_regular_error(path) from error
         raise
     if not stat.S_ISREG(os.fstat(file).st_mode):
         os.close(file)
-        raise _odd(path)
+        raise _not_regular_error(path)
     return file
 
 
-def read_regular(path: Path, most: int, *, follow: bool = False) -> bytes:
-    """The first ``most`` bytes of a file, as `open_regular` opens it."""
+def read_regular(path: Path, limit: int, *, follow: bool = False) -> bytes:
+    """Reads the first ``limit`` bytes of a file, as `open_regular` opens it."""
     with open(open_regular(path, follow=follow), "rb") as file:
-        return file.read(most)
+        return file.read(limit)
 
 
-def stays(path: Path, folder: Path) -> bool:
-    """True if an entry of ``folder`` is in it when links are followed.
+def is_within(path: Path, folder: Path) -> bool:
+    """Returns whether an entry of ``folder`` is in it when links are followed.
 
-    Or in Hugging Face's cache, whose snapshots are folders of links into its blobs.
+    So is one in Hugging Face's cache, whose snapshots are folders of links into
+    ``blobs``:
+
+        models--x/snapshots/<commit>/model.safetensors -> ../../blobs/<hash>
     """
     real, home = (Path(os.path.realpath(p)) for p in (path, folder))
     cache = home.parent.parent / "blobs"
@@ -252,17 +271,18 @@ def stays(path: Path, folder: Path) -> bool:
 
 
 def is_pickle(path: Path) -> bool:
-    """True if a file is named as pickles are, or begins as they do."""
+    """Returns whether a file is named as pickles are, or begins as they do."""
     if path.name.endswith(_PICKLES):
         return True
     if not path.is_file():
         return False
-    head = read_regular(path, 8, follow=True)  # of torch.save: a zip; before it, none
+    # torch.save writes a zip file; before torch 1.6 it wrote a bare pickle.
+    head = read_regular(path, 8, follow=True)
     return head.startswith((b"PK\x03\x04", b"\x80\x02", b"\x80\x03", b"\x80\x04"))
 
 
-def refuse_pickle(path: Path) -> CheckpointError:
-    """The error that is raised in place of loading a pickle."""
+def pickle_error(path: Path) -> CheckpointError:
+    """Returns the error that is raised in place of loading a pickle."""
     return CheckpointError(
         f"{path} holds pickles, which can run any code and are never loaded: turn it "
         "into safetensors with the library that wrote it (torch.load with "
@@ -270,7 +290,7 @@ def refuse_pickle(path: Path) -> CheckpointError:
     )
 
 
-def _odd(path: Path) -> CheckpointError:
+def _not_regular_error(path: Path) -> CheckpointError:
     return CheckpointError(
         f"{path} is a link, a pipe or a device, and no regular file: put the file "
         "itself into the checkpoint's folder"

@@ -1,21 +1,29 @@
 """What a checkpoint says of itself: the headers of its files, and its manifest.
 
-A header has the dtype and the place of each box in its file. The table of a checkpoint
-is derived from headers, by `tensors_in`: of files that others wrote, of one sealed file
-(`consolidate`), and of those that the ranks of a save have just written. The first rank
-keeps what it derived as the manifest, ``fsfunc.json``:
+A safetensors file begins with a header, which has the dtype and the place of each box:
 
-    {"crc32": of the rest, "body":
+    8 bytes: length of the JSON | {"w": {"dtype": "F32", "shape": [2, 8],
+    "data_offsets": [0, 64]}, "__metadata__": {...}} | the elements of all boxes
+
+The table of a checkpoint is derived from headers, by `tensors_from`. They are those of
+files that others wrote, of one sealed file (`consolidate`), or of the files that the
+ranks of a save have just written. The first rank of a save writes what it derived as
+the manifest, ``fsfunc.json``:
+
+    {"crc32": of the body's text, "body":
     {"version": 1, "leaves": ..., "values": ..., "files": ..., "metadata": ...,
      "random": ..., "mesh": ...}
     }
 
-It is written last, so where it is all files are; it has their checksums; and whoever
-loads a part need not read the headers of all files. Those that are read must say the
-same (`check_files`): what is not as it was written has to be wrong twice, and alike.
+It is written last: where a manifest is, all files are. It has their checksums, and
+whoever loads a part need not read the headers of all files. The headers that are read
+must say the same (`check_files`), so damage is missed only if both are wrong, alike.
 
 A sealed file has the contents of a manifest in the ``__metadata__`` of its header, with
-checksums of the header and of the data, which other readers ignore.
+checksums of the header and of the data. Other readers of safetensors ignore them.
+
+A new column of the table (a fact about each leaf) is a field of `StoredTensor` and a
+line of `COLUMNS`.
 """
 
 from __future__ import annotations
@@ -28,7 +36,7 @@ import struct
 import zlib
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -37,18 +45,18 @@ from fsfunc.checkpoint.folders import (
     MANIFEST,
     is_pickle,
     open_regular,
+    pickle_error,
     read_regular,
-    refuse_pickle,
     sync,
 )
 from fsfunc.checkpoint.parsing import (
-    LONGEST,
-    Said,
-    Wrong,
-    number_of,
-    numbers_of,
-    say,
-    table_of,
+    MAX_JSON_BYTES,
+    InvalidTable,
+    JsonTable,
+    abbreviate,
+    checked_number,
+    checked_numbers,
+    parse_table,
 )
 from fsfunc.checkpoint.stored import (
     BLOCK,
@@ -58,7 +66,7 @@ from fsfunc.checkpoint.stored import (
     StoredFile,
     StoredTensor,
     check_count,
-    proven,
+    validated,
 )
 from fsfunc.runtime.scopes import uncollected
 
@@ -72,28 +80,44 @@ SAFE_DTYPES = {
     torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2",
 }  # fmt: skip
 
-# Of what safetensors has none: a tensor of these is kept as pairs, with a dim more.
-PAIRS = {torch.complex128: torch.float64}
+# Dtypes that safetensors lacks: their elements are stored as pairs, with one dim more.
+STORED_AS_PAIRS = {torch.complex128: torch.float64}
 
-# Columns of a leaf beside its shape, dtype and boxes, which headers of safetensors have
-# not: an attribute of `StoredTensor`, and how it is read. All else goes by this table.
-COLUMNS: dict[str, Callable[[Said], Any]] = {"own": lambda row: dict(row.table("own"))}
+
+class Column(NamedTuple):
+    """A column of the table: a field of `StoredTensor`, and a reader of its JSON."""
+
+    field: str
+    read: Callable[[JsonTable], Any]
+
+
+# What is known of a leaf beside its shape, dtype and boxes, by the column's name on
+# disk. Headers of safetensors have no room for it: it is in the manifest, or the seal.
+COLUMNS: dict[str, Column] = {
+    "own": Column("stacked_axes", lambda row: dict(row.table("own"))),
+}
 _FACTS = ("values", "metadata", "random", "mesh")  # of `Stored`, beside its tensors
 
-_OURS, _SUMS = "fsfunc", "fsfunc.sums"
-_LONGEST = 100_000_000  # bytes; what safetensors itself accepts
-_UNLIKE = "the checksum of its header is not that of its text"
-_FRAME = re.compile(rb'\{"crc32": ([0-9]{1,10}), "body":\n([^\n]*)\n\}\n')
-_FILE = re.compile(r"shard-[0-9]{5,9}-model-[0-9]{5,9}-of-[0-9]{5,9}\.safetensors")
+_SEALED_KEY, _CHECKSUMS_KEY = "fsfunc", "fsfunc.sums"  # in a header's __metadata__
+_MAX_HEADER_BYTES = 100_000_000  # what safetensors itself accepts
+_HEADER_MISMATCH = "the checksum of its header is not that of its text"
+_MANIFEST_FRAME = re.compile(rb'\{"crc32": ([0-9]{1,10}), "body":\n([^\n]*)\n\}\n')
+_FILE_NAME = re.compile(r"shard-[0-9]{5,9}-model-[0-9]{5,9}-of-[0-9]{5,9}\.safetensors")
+
+
+FileBox: TypeAlias = tuple[torch.dtype, Chunk]
+"""What a header says of one tensor: the dtype of its elements, and their place."""
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """``float32`` of ``torch.float32``."""
+    """Returns ``float32`` of ``torch.float32``."""
     return str(dtype).removeprefix("torch.")
 
 
-_DTYPES = {name: dtype for dtype, name in SAFE_DTYPES.items()}
-_NAMED = {dtype_name(dtype): dtype for dtype in (*SAFE_DTYPES, *PAIRS)}
+_DTYPES_BY_SAFE_NAME = {name: dtype for dtype, name in SAFE_DTYPES.items()}
+_DTYPES_BY_NAME = {
+    dtype_name(dtype): dtype for dtype in (*SAFE_DTYPES, *STORED_AS_PAIRS)
+}
 
 
 # What is derived from headers
@@ -103,113 +127,133 @@ class Header(NamedTuple):
     """The parsed header of a file.
 
     Args:
-        nbytes: of the header: where the tensors begin.
-        file: the whole's length, and checksums where it is sealed.
+        nbytes: length of the header, behind which the tensors begin.
+        file: length of the whole file, and its checksums if it is sealed.
         boxes: dtype and place of each tensor, by name.
-        ours: what `seal` was given.
-        is_part: whether it is nothing without its manifest.
+        sealed: the facts that `seal` was given; empty if the file is not sealed.
+        is_part: whether a save wrote it, so that it means nothing without its manifest.
     """
 
     nbytes: int
     file: StoredFile
-    boxes: dict[str, tuple[torch.dtype, Chunk]]
-    ours: Said
+    boxes: dict[str, FileBox]
+    sealed: JsonTable
     is_part: bool
 
 
-def said_of(stored: Stored) -> dict[str, Any]:
-    """What no header of safetensors has of a checkpoint; `tensors_in` takes it.
+def extra_facts(stored: Stored) -> dict[str, Any]:
+    """Returns the facts of a checkpoint for which safetensors' headers have no place.
 
-    The facts of `Stored`, and of leaves a table by name for each column.
+    These are the facts of `Stored`, and for each column a table of leaves by name.
+    `tensors_from` takes them.
     """
-    said: dict[str, Any] = {name: getattr(stored, name) for name in _FACTS}
+    facts: dict[str, Any] = {name: getattr(stored, name) for name in _FACTS}
     for path, leaf in stored.tensors.items():
-        columns = _columns_of(leaf) | ({"pairs": True} if leaf.dtype in PAIRS else {})
+        is_paired = leaf.dtype in STORED_AS_PAIRS
+        columns = _columns_of(leaf) | ({"pairs": True} if is_paired else {})
         for column, value in columns.items():
-            said.setdefault(column, {})[path] = value
-    return said
+            facts.setdefault(column, {})[path] = value
+    return facts
 
 
-def facts_in(said: Said) -> dict[str, Any]:
-    """The facts of `Stored` that something says; empty ones where it does not."""
-    return {name: dict(said.optional(name)) for name in _FACTS}
+def facts_from(table: JsonTable) -> dict[str, Any]:
+    """Returns the facts of `Stored` in a table; those that it lacks are empty."""
+    return {name: dict(table.optional_table(name)) for name in _FACTS}
 
 
-def tensors_in(headers: Iterable[Header], said: Said) -> dict[str, StoredTensor]:
-    """The tensors whose boxes lie in files; each reaches as far as its boxes do.
+def tensors_from(
+    headers: Iterable[Header], extras: JsonTable
+) -> dict[str, StoredTensor]:
+    """Derives the tensors from the boxes that lie in files.
+
+    A tensor's shape is not in these headers: it reaches as far as its boxes do.
 
     Args:
-        said: what `said_of` gave.
+        extras: what `extra_facts` returned.
 
     Raises:
-        Wrong: boxes of one name are no boxes of one tensor; a column of what is none.
+        InvalidTable: boxes of one name are no boxes of one tensor; or a column names a
+            tensor that is none.
     """
-    found: dict[str, list[tuple[torch.dtype, Chunk]]] = {}
+    by_name: dict[str, list[FileBox]] = {}
     for header in headers:
         for name, box in header.boxes.items():
-            found.setdefault(name, []).append(box)
-    tensors = {name: _joined(name, boxes) for name, boxes in sorted(found.items())}
-    for name in said.optional("pairs"):
+            by_name.setdefault(name, []).append(box)
+    tensors = {
+        name: _join_boxes(name, boxes) for name, boxes in sorted(by_name.items())
+    }
+    for name in extras.optional_table("pairs"):
         if name not in tensors or tensors[name].shape[-1:] != (2,):
-            raise Wrong(f"{name[:99]!r} is of complex numbers, and no tensor of pairs")
-        tensors[name] = _complex(tensors[name])
+            raise InvalidTable(
+                f"{name[:99]!r} is of complex numbers, and no tensor of pairs"
+            )
+        tensors[name] = _complex_of_pairs(tensors[name])
     for column in COLUMNS:
-        for name, value in said.optional(column).items():
+        for name, value in extras.optional_table(column).items():
             if name not in tensors:
-                raise Wrong(f"{column!r} is said of {name[:99]!r}, which is no tensor")
-            tensors[name] = _with_columns(tensors[name], Said({column: value}))
+                raise InvalidTable(
+                    f"{column!r} is said of {name[:99]!r}, which is no tensor"
+                )
+            tensors[name] = _with_columns(tensors[name], JsonTable({column: value}))
     return tensors
 
 
 def _columns_of(leaf: StoredTensor) -> dict[str, Any]:
-    return {name: getattr(leaf, name) for name in COLUMNS if getattr(leaf, name)}
+    return {
+        name: getattr(leaf, column.field)
+        for name, column in COLUMNS.items()
+        if getattr(leaf, column.field)
+    }
 
 
-def _with_columns(leaf: StoredTensor, row: Said) -> StoredTensor:
-    columns = {name: read(row) for name, read in COLUMNS.items() if name in row}
-    return leaf._replace(**columns) if columns else leaf
+def _with_columns(leaf: StoredTensor, row: JsonTable) -> StoredTensor:
+    fields = {c.field: c.read(row) for name, c in COLUMNS.items() if name in row}
+    return leaf._replace(**fields) if fields else leaf
 
 
-def _joined(name: str, boxes: list[tuple[torch.dtype, Chunk]]) -> StoredTensor:
+def _join_boxes(name: str, boxes: list[FileBox]) -> StoredTensor:
     (dtype, first), chunks = boxes[0], tuple([chunk for _, chunk in boxes])
     if len(chunks) == 1 and not any(first.offsets):
         return StoredTensor(first.sizes, dtype, chunks, name)
-    dims = {len(dims) for chunk in chunks for dims in (chunk.offsets, chunk.sizes)}
-    if dims != {len(first.sizes)} or any(other != dtype for other, _ in boxes):
-        raise Wrong(f"the boxes of {name[:99]!r} are not of one dtype and dims")
+    ndims = {len(ndims) for chunk in chunks for ndims in (chunk.offsets, chunk.sizes)}
+    if ndims != {len(first.sizes)} or any(other != dtype for other, _ in boxes):
+        raise InvalidTable(f"the boxes of {name[:99]!r} are not of one dtype and dims")
     ends = [[o + n for o, n in zip(c.offsets, c.sizes, strict=True)] for c in chunks]
     shape = tuple(max(column) for column in zip(*ends, strict=True))
     return StoredTensor(shape, dtype, chunks, name)
 
 
-def _complex(leaf: StoredTensor) -> StoredTensor:
-    """The leaf that a file has as pairs."""
-    dtype = next((k for k, half in PAIRS.items() if half == leaf.dtype), None)
+def _complex_of_pairs(leaf: StoredTensor) -> StoredTensor:
+    """Returns the complex leaf that files hold as pairs."""
+    dtype = next((k for k, real in STORED_AS_PAIRS.items() if real == leaf.dtype), None)
     if dtype is None:
-        raise Wrong(f"{leaf.name[:99]!r} is of pairs of {leaf.dtype}")
+        raise InvalidTable(f"{leaf.name[:99]!r} is of pairs of {leaf.dtype}")
     chunks = tuple(
         [c._replace(offsets=c.offsets[:-1], sizes=c.sizes[:-1]) for c in leaf.chunks]
     )
     return leaf._replace(shape=leaf.shape[:-1], dtype=dtype, chunks=chunks)
 
 
-def as_pairs(dtype: torch.dtype, chunk: Chunk) -> tuple[torch.dtype, Chunk]:
-    """A box as safetensors holds it: that of complex128 as pairs of float64.
+def as_pairs(dtype: torch.dtype, chunk: Chunk) -> FileBox:
+    """Returns a box as safetensors holds it: that of complex128 as pairs of float64.
 
     >>> as_pairs(torch.complex128, Chunk("file", 0, (4,), (3,)))
     (torch.float64, Chunk(file='file', begin=0, offsets=(4, 0), sizes=(3, 2)))
     """
-    if dtype not in PAIRS:
+    if dtype not in STORED_AS_PAIRS:
         return dtype, chunk
     offsets, sizes = (*chunk.offsets, 0), (*chunk.sizes, 2)
-    return PAIRS[dtype], chunk._replace(offsets=offsets, sizes=sizes)
+    return STORED_AS_PAIRS[dtype], chunk._replace(offsets=offsets, sizes=sizes)
 
 
 # Headers read
 
 
-def header_at(path: Path, *, follow: bool = False) -> Header:
-    """The header of the safetensors file at ``path``.
+def read_header(path: Path, *, follow: bool = False) -> Header:
+    """Reads the header of the safetensors file at ``path``.
+
+    Args:
+        follow: whether the file may be a link.
 
     Raises:
         CheckpointError: it is none, holds pickles, or is damaged.
@@ -218,68 +262,85 @@ def header_at(path: Path, *, follow: bool = False) -> Header:
         nbytes = os.fstat(file.fileno()).st_size
         size = file.read(8)
         length = int.from_bytes(size, "little")
-        text = file.read(length) if 2 <= length <= min(_LONGEST, nbytes - 8) else b""
+        # Nothing is read, or allocated, of a length that the file cannot have.
+        is_possible = 2 <= length <= min(_MAX_HEADER_BYTES, nbytes - 8)
+        text = file.read(length) if is_possible else b""
     try:
         if not text:
-            raise Wrong(f"it has a header of {length} bytes, and {nbytes} in all")
+            raise InvalidTable(
+                f"it has a header of {length} bytes, and {nbytes} in all"
+            )
         with uncollected():
-            return _parsed(path.name, size + text, nbytes)
-    except Wrong as error:
+            return _parse_header(path.name, size + text, nbytes)
+    except InvalidTable as error:
+        # A pickle is most often what was meant: that error names the way out.
         if is_pickle(path):
-            raise refuse_pickle(path) from error
+            raise pickle_error(path) from error
         raise CheckpointError(
             f"{path} is damaged, or no safetensors file: {error}"
         ) from error
 
 
-def _parsed(name: str, head: bytes, nbytes: int) -> Header:
-    said = table_of(head[8:])
-    extra: dict[str, str] = {}
-    if "__metadata__" in said:
-        extra = said.texts("__metadata__")
-        del said["__metadata__"]
-    info = table_of(extra.get("DCP_SHARDING_INFO", "{}").encode(errors="replace"))
-    sums, ours = _sums_of(head, extra, nbytes - len(head)), _unsealed(extra)
-    boxes: dict[str, tuple[torch.dtype, Chunk]] = {}
-    for path in said:
-        entry = said.table(path).only("dtype", "shape", "data_offsets")
-        sizes, ends = entry.numbers("shape"), entry.numbers("data_offsets")
-        dtype = _DTYPES.get(entry.text("dtype"))
+def _parse_header(name: str, head: bytes, nbytes: int) -> Header:
+    """Parses a header, with the 8 bytes before it, of a file of ``nbytes``."""
+    table = parse_table(head[8:])
+    extra_fields: dict[str, str] = {}
+    if "__metadata__" in table:
+        extra_fields = table.texts("__metadata__")
+        del table["__metadata__"]
+    # torch.distributed.checkpoint writes there where in its tensor each box lies.
+    sharding_info = parse_table(
+        extra_fields.get("DCP_SHARDING_INFO", "{}").encode(errors="replace")
+    )
+    checksums, sealed = (
+        _checksums_of_sealed(head, extra_fields, nbytes - len(head)),
+        _unseal(extra_fields),
+    )
+    boxes: dict[str, FileBox] = {}
+    for path in table:
+        entry = table.table(path).with_keys("dtype", "shape", "data_offsets")
+        sizes, byte_range = entry.numbers("shape"), entry.numbers("data_offsets")
+        dtype = _DTYPES_BY_SAFE_NAME.get(entry.text("dtype"))
         if dtype is None:
-            raise Wrong(f"{path[:99]!r} is of the dtype {say(entry['dtype'])}")
-        if len(ends) != 2 or ends[1] - ends[0] != math.prod(sizes) * dtype.itemsize:
-            raise Wrong(
-                f"{path[:99]!r} of shape {say(sizes)} lies at the bytes {say(ends)}"
+            raise InvalidTable(
+                f"{path[:99]!r} is of the dtype {abbreviate(entry['dtype'])}"
+            )
+        if (
+            len(byte_range) != 2
+            or byte_range[1] - byte_range[0] != math.prod(sizes) * dtype.itemsize
+        ):
+            raise InvalidTable(
+                f"{path[:99]!r} of shape {abbreviate(sizes)} lies at the bytes "
+                f"{abbreviate(byte_range)}"
             )
         offsets = (0,) * len(sizes)
-        if path in info:
-            offsets = info.table(path).numbers("saved_offsets")
-        boxes[path] = dtype, Chunk(name, len(head) + ends[0], offsets, sizes)
-    file = StoredFile(nbytes, sums, 0 if sums is None else len(head))
-    return Header(len(head), file, boxes, ours, PART_OF in extra)
+        if path in sharding_info:
+            offsets = sharding_info.table(path).numbers("saved_offsets")
+        boxes[path] = dtype, Chunk(name, len(head) + byte_range[0], offsets, sizes)
+    file = StoredFile(nbytes, checksums, 0 if checksums is None else len(head))
+    return Header(len(head), file, boxes, sealed, PART_OF in extra_fields)
 
 
 def check_files(
     stored: Stored, names: Iterable[str], leaves: Iterable[StoredTensor] = ()
 ) -> None:
-    """Raises where a file is not as it was written, as far as is seen without its data.
+    """Raises where a file is not as it was written, as far as its header shows.
 
     Args:
-        leaves: whose boxes the files must say of themselves as the manifest says them.
-            A manifest that names another place, dtype or leaf than was written is so
-            found, though its checksum be right.
+        names: the files.
+        leaves: the leaves whose boxes must be in the files' headers as they are in the
+            manifest. So a manifest that names another place, dtype or leaf than was
+            written is found, even if its checksum is right.
 
     Raises:
         CheckpointError: a file is missing or of another length; or names a leaf, and
             what each says of it.
 
-    Cost: of each file of ``names`` the length, and where there are ``leaves`` and a
-    manifest the header.
+    Cost: reads the length of each file, and where there are ``leaves`` and a manifest
+    the header.
     """
-    boxes: dict[str, dict[str, tuple[torch.dtype, Chunk]]] = {
-        name: {} for name in names
-    }
-    for name in boxes:
+    expected_boxes: dict[str, dict[str, FileBox]] = {name: {} for name in names}
+    for name in expected_boxes:
         path, nbytes = stored.path / name, stored.files[name].nbytes
         try:
             length = os.stat(path, follow_symlinks=stored.version is None).st_size
@@ -293,18 +354,19 @@ def check_files(
                 f"{path} has {length} bytes, and {nbytes} were written: the file is "
                 "damaged; go back to an earlier checkpoint"
             )
+    # Without a manifest the table was derived from these very headers.
     for leaf in leaves if stored.version is not None else ():
         for chunk in leaf.chunks:
-            if chunk.file in boxes:
-                boxes[chunk.file][leaf.name] = as_pairs(leaf.dtype, chunk)
-    for name, expected in boxes.items():
-        found = header_at(stored.path / name).boxes if expected else {}
+            if chunk.file in expected_boxes:
+                expected_boxes[chunk.file][leaf.name] = as_pairs(leaf.dtype, chunk)
+    for name, expected in expected_boxes.items():
+        boxes_in_file = read_header(stored.path / name).boxes if expected else {}
         for leaf, box in expected.items():
-            if found.get(leaf) != box:
+            if boxes_in_file.get(leaf) != box:
                 raise CheckpointError(
                     f"{stored.path / name} is damaged, or its manifest: of {leaf!r} it "
-                    f"says {say(str(found.get(leaf)))}, and the manifest "
-                    f"{say(str(box))}; go back to an earlier checkpoint"
+                    f"says {abbreviate(str(boxes_in_file.get(leaf)))}, and the "
+                    f"manifest {abbreviate(str(box))}; go back to an earlier checkpoint"
                 )
 
 
@@ -314,7 +376,10 @@ def check_files(
 class Entry(NamedTuple):
     """A tensor of a file: its name, dtype and shape, and its box in a whole tensor.
 
-    ``read()`` returns the elements, contiguous, on the CPU, when they are written.
+    Args:
+        read: returns the elements, contiguous, on the CPU. It is called when they are
+            written, so that copies of all leaves do not exist at once.
+        offsets: where the box begins in the whole tensor; none if it is all of it.
     """
 
     name: str
@@ -328,84 +393,106 @@ class Entry(NamedTuple):
         return torch.Size(self.shape).numel() * self.dtype.itemsize
 
     @property
-    def in_file(self) -> tuple[torch.dtype, Chunk]:
+    def in_file(self) -> FileBox:
         """Its dtype and box as safetensors holds them."""
         return as_pairs(self.dtype, Chunk("", 0, self.offsets, self.shape))
 
 
-def header_of(entries: Sequence[Entry], metadata: dict[str, str]) -> bytes:
-    """The head of a safetensors file."""
-    said: dict[str, object] = {"__metadata__": {"format": "pt", **metadata}}
+def make_header(entries: Sequence[Entry], metadata: dict[str, str]) -> bytes:
+    """Makes the header of a safetensors file, with the 8 bytes before it."""
+    table: dict[str, object] = {"__metadata__": {"format": "pt", **metadata}}
     end = 0
-    for e in entries:
-        dtype, box = e.in_file
-        begin, end = end, end + e.nbytes
-        said[e.name] = {
+    for entry in entries:
+        dtype, box = entry.in_file
+        begin, end = end, end + entry.nbytes
+        table[entry.name] = {
             "dtype": SAFE_DTYPES[dtype],
             "shape": box.sizes,
             "data_offsets": [begin, end],
         }
-    text = json.dumps(said, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
+    text = json.dumps(table, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)  # so that the tensors begin aligned
     return len(text).to_bytes(8, "little") + text
 
 
-def seal(said: dict[str, Any], nbytes: int) -> dict[str, str]:
-    """The metadata of a consolidated file, as header fields.
+def seal(facts: dict[str, Any], nbytes: int) -> dict[str, str]:
+    """Makes the header fields of a sealed file, such as a consolidated one.
+
+    The checksums of its data are known once it is written: until then zeros take their
+    room, which `fill_checksums` replaces.
 
     Args:
-        nbytes: of its tensors, for whose checksums there is room: see `with_sums`.
+        facts: what is to be read again as `Header.sealed`.
+        nbytes: bytes of all tensors.
     """
-    text, room = json.dumps(said | {"sums": True}), "0" * 8 * (-(-nbytes // BLOCK) + 1)
-    crc = str(zlib.crc32(text.encode()))
-    return {_OURS: text, f"{_OURS}.crc32": crc, _SUMS: room}
+    text, blank_checksums = (
+        json.dumps(facts | {"sums": True}),
+        "0" * 8 * (-(-nbytes // BLOCK) + 1),
+    )
+    facts_checksum = str(zlib.crc32(text.encode()))
+    return {
+        _SEALED_KEY: text,
+        f"{_SEALED_KEY}.crc32": facts_checksum,
+        _CHECKSUMS_KEY: blank_checksums,
+    }
 
 
-def with_sums(head: bytes, sums: Sequence[int]) -> bytes:
-    """The head of a sealed file with its checksums: of the blocks, and of itself."""
-    said = _as_hex((*sums, zlib.crc32(head))).encode()
-    field = f'"{_SUMS}":"'.encode()
-    return head.replace(field + b"0" * len(said), field + said, 1)
+def fill_checksums(head: bytes, checksums: Sequence[int]) -> bytes:
+    """Returns the header of a sealed file with checksums of the blocks and of itself.
+
+    Its own is that of the header as it is here, with zeros in place of checksums.
+    """
+    filled = _to_hex((*checksums, zlib.crc32(head))).encode()
+    field = f'"{_CHECKSUMS_KEY}":"'.encode()
+    return head.replace(field + b"0" * len(filled), field + filled, 1)
 
 
-def _unsealed(extra: dict[str, str]) -> Said:
-    """The metadata that `seal` was given; empty for a file that is not sealed."""
-    text = extra.get(_OURS)
+def _unseal(extra_fields: dict[str, str]) -> JsonTable:
+    """Returns the facts that `seal` was given; none of a file that is not sealed."""
+    text = extra_fields.get(_SEALED_KEY)
     if text is None:
-        return Said()
-    if extra.get(f"{_OURS}.crc32") != str(zlib.crc32(text.encode(errors="replace"))):
-        raise Wrong(_UNLIKE)
-    said = table_of(text.encode())
-    if said.pop("sums", False) and _SUMS not in extra:
-        raise Wrong(_UNLIKE)
-    return said
+        return JsonTable()
+    if extra_fields.get(f"{_SEALED_KEY}.crc32") != str(
+        zlib.crc32(text.encode(errors="replace"))
+    ):
+        raise InvalidTable(_HEADER_MISMATCH)
+    facts = parse_table(text.encode())
+    # The facts say that there are checksums: damage that makes a reader miss the field
+    # with these is found too.
+    if facts.pop("sums", False) and _CHECKSUMS_KEY not in extra_fields:
+        raise InvalidTable(_HEADER_MISMATCH)
+    return facts
 
 
-def _sums_of(head: bytes, extra: dict[str, str], nbytes: int) -> tuple[int, ...] | None:
-    """The checksums of a sealed file's blocks; None of another's."""
-    if (said := extra.get(_SUMS)) is None:
+def _checksums_of_sealed(
+    head: bytes, extra_fields: dict[str, str], nbytes: int
+) -> tuple[int, ...] | None:
+    """Returns the checksums of a sealed file's blocks; None if it is not sealed."""
+    if (checksums_text := extra_fields.get(_CHECKSUMS_KEY)) is None:
         return None
-    *sums, own = _from_hex(said) or (0,)
-    blank = head.replace(said.encode(), b"0" * len(said), 1)
-    if zlib.crc32(blank) != own or len(sums) != -(-nbytes // BLOCK):
-        raise Wrong(_UNLIKE)
-    return tuple(sums)
+    *checksums, header_checksum = _from_hex(checksums_text) or (0,)
+    blank_head = head.replace(checksums_text.encode(), b"0" * len(checksums_text), 1)
+    if zlib.crc32(blank_head) != header_checksum or len(checksums) != -(
+        -nbytes // BLOCK
+    ):
+        raise InvalidTable(_HEADER_MISMATCH)
+    return tuple(checksums)
 
 
-def _as_hex(sums: Sequence[int]) -> str:
-    """Checksums as one text, eight letters each; `_from_hex` is the inverse."""
-    return "".join(f"{s:08x}" for s in sums)
+def _to_hex(checksums: Sequence[int]) -> str:
+    """Writes checksums as one text, eight letters each; `_from_hex` is the inverse."""
+    return "".join(f"{s:08x}" for s in checksums)
 
 
 def _from_hex(text: str) -> tuple[int, ...]:
     try:
         raw = bytes.fromhex(text)
-        found = struct.unpack(f">{len(raw) // 4}I", raw)
+        checksums = struct.unpack(f">{len(raw) // 4}I", raw)
     except (ValueError, struct.error):
-        raise Wrong("checksums that are none") from None
-    if raw.hex() != text:
-        raise Wrong("checksums that are written in another way")
-    return found
+        raise InvalidTable("checksums that are none") from None
+    if raw.hex() != text:  # fromhex takes capitals and spaces too
+        raise InvalidTable("checksums that are written in another way")
+    return checksums
 
 
 # The manifest
@@ -417,98 +504,109 @@ def write_manifest(stored: Stored, folder: Path) -> None:
     Raises:
         CheckpointError: it could not be read again.
     """
-    names = {name: i for i, name in enumerate(stored.files)}
+    # Boxes name their files by number: a manifest has many boxes, and few files.
+    file_numbers = {name: i for i, name in enumerate(stored.files)}
     body = {
         "version": VERSION,
         "leaves": {
             path: {
                 "shape": leaf.shape,
                 "dtype": dtype_name(leaf.dtype),
-                "chunks": [(names[c.file], *c[1:]) for c in leaf.chunks],
+                "chunks": [(file_numbers[c.file], *c[1:]) for c in leaf.chunks],
                 **_columns_of(leaf),
             }
             for path, leaf in stored.tensors.items()
         },
         "files": [
-            {"name": name, "bytes": file.nbytes, "crc32": _as_hex(file.sums or ())}
+            {"name": name, "bytes": file.nbytes, "crc32": _to_hex(file.checksums or ())}
             for name, file in stored.files.items()
         ],
         **{name: getattr(stored, name) for name in _FACTS},
     }
     text = json.dumps(body, separators=(",", ":")).encode()
     raw = b'{"crc32": %d, "body":\n%s\n}\n' % (zlib.crc32(text), text)
-    _read_manifest(raw, folder)
+    _read_manifest(raw, folder)  # what cannot be read again is never written
     (folder / MANIFEST).write_bytes(raw)
     sync(folder / MANIFEST)
 
 
 def read_manifest(folder: Path) -> Stored:
-    """The table that the manifest of ``folder`` keeps.
+    """Reads the table in the manifest of ``folder``.
 
     Raises:
         CheckpointError: it is damaged, or of a version that this library cannot read.
     """
-    return _read_manifest(read_regular(folder / MANIFEST, LONGEST + 1), folder)
+    return _read_manifest(read_regular(folder / MANIFEST, MAX_JSON_BYTES + 1), folder)
 
 
 def _read_manifest(raw: bytes, folder: Path) -> Stored:
     try:
         with uncollected():
-            return _table(raw, folder)
-    except Wrong as error:
+            return _parse_manifest(raw, folder)
+    except InvalidTable as error:
         raise CheckpointError(
             f"{folder / MANIFEST} is damaged ({error}): go back to an earlier "
             "checkpoint"
         ) from error
 
 
-def _table(raw: bytes, folder: Path) -> Stored:
-    frame = _FRAME.fullmatch(raw)
+def _parse_manifest(raw: bytes, folder: Path) -> Stored:
+    frame = _MANIFEST_FRAME.fullmatch(raw)
     if frame is None:
-        raise Wrong("it is no manifest")
+        raise InvalidTable("it is no manifest")
     if int(frame[1]) != zlib.crc32(frame[2]):
-        raise Wrong("its checksum is not that of its text")
-    body = table_of(frame[2])
+        raise InvalidTable("its checksum is not that of its text")
+    body = parse_table(frame[2])
+    # Before the keys are checked, which are other ones in another version.
     version = body.get("version")
     if type(version) is not int or version != VERSION:
         raise CheckpointError(
-            f"{folder / MANIFEST} has format version {say(version)}, and this fsfunc "
-            f"reads version {VERSION}: load it with the release that wrote it and save "
-            "it again, or update fsfunc"
+            f"{folder / MANIFEST} has format version {abbreviate(version)}, and this "
+            f"fsfunc reads version {VERSION}: load it with the release that wrote it "
+            "and save it again, or update fsfunc"
         )
-    body.only("version", "leaves", "files", *_FACTS)
+    body.with_keys("version", "leaves", "files", *_FACTS)
     files: dict[str, StoredFile] = {}
-    for i, said in enumerate(body.row("files")):
-        file = Said(x=said).table("x").only("name", "bytes", "crc32")
+    for i, row in enumerate(body.array("files")):
+        file = JsonTable(x=row).table("x").with_keys("name", "bytes", "crc32")
         name, nbytes = file.text("name"), file.number("bytes")
-        if not _FILE.fullmatch(name) or name in files:
-            raise Wrong(f"its file {i} is called {name[:99]!r}")
-        sums = _from_hex(file.text("crc32"))
-        if len(sums) != -(-nbytes // BLOCK):
-            raise Wrong(f"{name} of {nbytes} bytes has {len(sums)} checksums")
-        files[name] = StoredFile(nbytes, sums)
-    leaves, names = body.table("leaves"), list(files)
+        # A name such as "../x" would lead out of the folder.
+        if not _FILE_NAME.fullmatch(name) or name in files:
+            raise InvalidTable(f"its file {i} is called {name[:99]!r}")
+        checksums = _from_hex(file.text("crc32"))
+        if len(checksums) != -(-nbytes // BLOCK):
+            raise InvalidTable(
+                f"{name} of {nbytes} bytes has {len(checksums)} checksums"
+            )
+        files[name] = StoredFile(nbytes, checksums)
+    leaves, file_names = body.table("leaves"), list(files)
     check_count(len(leaves))
-    tensors = {path: _tensor(path, leaves.table(path), names) for path in leaves}
-    facts = facts_in(body)
-    return proven(Stored(folder, tensors, files=files, version=VERSION, **facts))
+    tensors = {
+        path: _parse_leaf(path, leaves.table(path), file_names) for path in leaves
+    }
+    facts = facts_from(body)
+    return validated(Stored(folder, tensors, files=files, version=VERSION, **facts))
 
 
-def _tensor(path: str, row: Said, names: list[str]) -> StoredTensor:
-    row.only("shape", "dtype", "chunks", *(name for name in COLUMNS if row.get(name)))
-    dtype = _NAMED.get(row.text("dtype"))
+def _parse_leaf(path: str, row: JsonTable, file_names: list[str]) -> StoredTensor:
+    row.with_keys(
+        "shape", "dtype", "chunks", *(name for name in COLUMNS if row.get(name))
+    )
+    dtype = _DTYPES_BY_NAME.get(row.text("dtype"))
     if dtype is None:
-        raise Wrong(f"{path[:99]!r} is of dtype {row.text('dtype')[:99]!r}")
-    chunks = tuple([_chunk(path, box, names) for box in row.row("chunks")])
+        raise InvalidTable(f"{path[:99]!r} is of dtype {row.text('dtype')[:99]!r}")
+    chunks = tuple([_parse_chunk(path, box, file_names) for box in row.array("chunks")])
     leaf = StoredTensor(row.numbers("shape"), dtype, chunks, path)
     return _with_columns(leaf, row)
 
 
-def _chunk(path: str, said: Any, names: list[str]) -> Chunk:
-    if type(said) is not list or len(said) != 4:
-        raise Wrong(f"a box of {path[:99]!r} is {say(said)}")
-    file, begin, offsets, sizes = said
-    if number_of(file, "file") >= len(names):
-        raise Wrong(f"a box of {path[:99]!r} lies in file {file} of {len(names)}")
-    begin, offsets = number_of(begin, "begin"), numbers_of(offsets, "offsets")
-    return Chunk(names[file], begin, offsets, numbers_of(sizes, "sizes"))
+def _parse_chunk(path: str, box: Any, file_names: list[str]) -> Chunk:
+    if type(box) is not list or len(box) != 4:
+        raise InvalidTable(f"a box of {path[:99]!r} is {abbreviate(box)}")
+    file, begin, offsets, sizes = box
+    if checked_number(file, "file") >= len(file_names):
+        raise InvalidTable(
+            f"a box of {path[:99]!r} lies in file {file} of {len(file_names)}"
+        )
+    begin, offsets = checked_number(begin, "begin"), checked_numbers(offsets, "offsets")
+    return Chunk(file_names[file], begin, offsets, checked_numbers(sizes, "sizes"))

@@ -1,7 +1,13 @@
-"""Loading a state onto whatever mesh there is.
+"""load: a state read onto whatever mesh there is.
 
-The target's leaves are matched with those of the checkpoint, by path, shape and dtype
-(`matched`); then each rank reads the boxes that make up its parts.
+    metadata    the table of the checkpoint, the same on all ranks
+    matched     for each leaf of the target its source: by path, shape and dtype
+    _fill       memory like the target's, and the boxes that make up this rank's parts
+    read        their bytes, compared with checksums (in `reading`)
+
+Saved and new layouts need not be alike: each rank intersects the boxes of its parts
+with the boxes that lie in files. All checks come before anything is written, so that a
+load that fails leaves the target as it was.
 """
 
 from __future__ import annotations
@@ -9,21 +15,21 @@ from __future__ import annotations
 import os
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple, TypeAlias, TypeVar, cast
 
 import torch
 from torch import Tensor
 
 from fsfunc import _torch, tree
-from fsfunc.checkpoint.agreement import check_alike, everywhere
+from fsfunc.checkpoint.agreement import check_same_everywhere, everywhere
 from fsfunc.checkpoint.contents import (
-    Held,
+    LocalLeaf,
     check_mesh,
     check_real,
-    coordinates_here,
-    mesh_here,
-    random_of,
-    restore_random,
+    coordinates_of,
+    generators_of,
+    mesh_for,
+    restore_generators,
 )
 from fsfunc.checkpoint.finding import metadata
 from fsfunc.checkpoint.headers import check_files
@@ -41,14 +47,23 @@ from fsfunc.sharded.plain_leaves import WHOLE, lay_leaf, placement_of
 from fsfunc.sharded.spent import refuse_unusable, spend
 from fsfunc.transforms.donation import Memory
 from fsfunc.tree.structure import TreeMismatch, matches, nearest
+from fsfunc.tree.types import Leaf, PyTree
 
 _Tree = TypeVar("_Tree")
 
 Only = str | Sequence[str] | Callable[[str], bool]
 Rename = Mapping[str, str] | Callable[[str], str]
 
-KEPT = object()  # in the place of what is taken: the leaf keeps its value
-_TAKEN = (
+
+class Unread:
+    """The source of a leaf that is not read: the target's value stays."""
+
+
+UNREAD = Unread()
+Source: TypeAlias = StoredTensor | bool | int | float | str | Unread
+"""What a leaf of the target is filled from."""
+
+_MEMORY_GIVEN = (
     "this state's memory was given to ff.load(..., donate=True): go on with what it "
     "returned"
 )
@@ -116,137 +131,152 @@ def load(
     ...     ff.load(f"{folder}/a", mine, only="w", rename={"w": "model/w"}, cast=True)
     {'w': tensor([0., 1.]), 'head': tensor([1.])}
     """
-    here = mesh_here("load")
+    here = mesh_for("load")
     stored = everywhere(here, lambda: metadata(path))
-    check_alike(here, lambda: stored.identity, "load different checkpoints")
+    check_same_everywhere(here, lambda: stored.identity, "load different checkpoints")
 
-    def filled() -> _Filled:
+    def match_and_fill() -> _Filled:
         refuse_unusable(target)
-        found = stored.below(at)
-        taken = matched(
-            found, target, only=only, rename=rename, cast=cast, strict=strict
+        subtree = stored.below(at)
+        sources = matched(
+            subtree, target, only=only, rename=rename, cast=cast, strict=strict
         )
         restore = not at and only is None if random is None else random
         rank = 0 if here is None else here.rank
-        states = random_of(stored.random, rank) if restore else {}
-        result = _fill(found, target, taken, here, device, donate)
-        return _Filled(result, taken, states)
+        states = generators_of(stored.random, rank) if restore else {}
+        loaded = _fill(subtree, target, sources, here, device, donate)
+        return _Filled(loaded, sources, states)
 
-    result, taken, states = everywhere(here, filled)
+    loaded, sources, states = everywhere(here, match_and_fill)
+    # Functions of the user chose the leaves: those of ranks may choose differently.
     if only is not None or rename is not None or not strict:
-        names = [x.name if isinstance(x, StoredTensor) else "" for x in taken]
-        check_alike(here, lambda: repr(names), "read different leaves")
-    restore_random(states)
-    return result
+        names = [x.name if isinstance(x, StoredTensor) else "" for x in sources]
+        check_same_everywhere(here, lambda: repr(names), "read different leaves")
+    # Last, and on all ranks: a load that fails leaves the generators as they were.
+    restore_generators(states)
+    return loaded
 
 
 class _Filled(NamedTuple):
     """A loaded tree, the source of each of its leaves, and the generators' states."""
 
-    tree: Any
-    sources: list[Any]
+    tree: PyTree
+    sources: list[Source]
     random: dict[str, Tensor]
 
 
 def _fill(
     stored: Stored,
-    target: Any,
-    taken: Sequence[Any],
+    target: PyTree,
+    sources: Sequence[Source],
     here: Here | None,
-    device: Any = None,
+    device: torch.device | str | None = None,
     donate: bool = False,
-) -> Any:
-    """A tree like ``target`` with the values of ``stored``.
+) -> PyTree:
+    """Returns a tree like ``target`` with the values of ``stored``.
 
     Args:
-        taken: the stored leaf for each leaf, from `matched`.
+        sources: the source of each leaf, from `matched`.
     """
     for leaf in tree.leaves(target, is_leaf=is_sharded):
         if isinstance(leaf, Sharded):
             check_mesh(leaf.layout, here, "load")
     if device is not None and torch.device(device).type == "meta":
         raise ValueError("cannot load to the meta device, which holds no values")
+    # Leaves that are packed together become one tensor, as they do in the target.
     buffers = as_packed_tree(target)
     if donate:
-        fresh, spoil = _own_memory(target, buffers, device)
+        tensors, spend_target = _reuse_memory(target, buffers, device)
     else:
-        fresh, spoil = [_room(x, device) for x in buffers.tensors], None
-    result = buffers.rebuild(fresh)
+        tensors, spend_target = [_allocate(x, device) for x in buffers.tensors], None
+    result = buffers.rebuild(tensors)
     paths, leaves, treedef = tree.flatten_with_paths(result, is_leaf=is_sharded)
-    old = tree.leaves(target, is_leaf=is_sharded)
+    target_leaves = tree.leaves(target, is_leaf=is_sharded)
     wanted: list[Request] = []
-    kept: list[tuple[Tensor, Tensor]] = []
+    copies: list[tuple[Tensor, Tensor]] = []  # (into, from) of leaves that are not read
     for i, (path, leaf) in enumerate(zip(paths, leaves, strict=True)):
-        if taken[i] is KEPT:
+        source = sources[i]
+        if source is UNREAD:
             if isinstance(leaf, Tensor):
-                lay_leaf(leaf, placement_of(old[i]))
+                lay_leaf(leaf, placement_of(target_leaves[i]))
             if isinstance(leaf, Sharded | Tensor) and not donate:
-                kept.append((_local(leaf), _local(old[i])))
-        elif isinstance(leaf, Sharded | Tensor):
-            held = _placed(Held.of(path, leaf), taken[i], here)
+                copies.append((_local(leaf), _local(target_leaves[i])))
+        elif isinstance(source, StoredTensor):
+            local = _lay_in_source(LocalLeaf.of(path, leaf), source, here)
             if isinstance(leaf, Tensor):
-                own = Own(tuple(taken[i].own)) if taken[i].own else None
-                lay_leaf(leaf, own or placement_of(old[i]) or WHOLE)
-            for box, x in held.boxes(coordinates_here(here)):
-                wanted += requests(taken[i], box, x)
+                # A rank-local leaf is marked so: the next save keeps each rank's.
+                axes = source.stacked_axes
+                rank_local = Own(tuple(axes)) if axes else None
+                lay_leaf(leaf, rank_local or placement_of(target_leaves[i]) or WHOLE)
+            for box, x in local.boxes(coordinates_of(here)):
+                wanted += requests(source, box, x)
         else:
-            leaves[i] = taken[i]
+            leaves[i] = source
     names = sorted({request.chunk.file for request in wanted})
-    check_files(stored, names, (x for x in taken if isinstance(x, StoredTensor)))
-    if spoil is not None:
-        spoil()
+    check_files(stored, names, (x for x in sources if isinstance(x, StoredTensor)))
+    # From here on memory is written, so with donate= the target is lost if it fails.
+    if spend_target is not None:
+        spend_target()
     with torch.no_grad():
-        for x, value in kept:
+        for x, value in copies:
             x.copy_(value)
         read(stored, wanted)
     return tree.unflatten(treedef, leaves)
 
 
-def _placed(held: Held, taken: StoredTensor, here: Here | None) -> Held:
-    """A leaf of the target, laid out in the tensor that it takes.
+def _lay_in_source(
+    leaf: LocalLeaf, source: StoredTensor, here: Here | None
+) -> LocalLeaf:
+    """Returns a leaf of the target, laid out in the stored tensor that it reads.
+
+    Of a stack of rank-local values each rank reads its row.
 
     Raises:
-        ValueError: the values of as many ranks are to be read by others.
+        ValueError: the stack is of other ranks than these.
     """
-    if not taken.own:
-        return held
+    if not source.stacked_axes:
+        return leaf
     axes = {} if here is None else here.mesh.axes
-    unlike = [axis for axis, n in taken.own.items() if axes.get(axis) != n]
-    if unlike or taken.own.keys() & set(held.layout.axes):
+    unlike = [axis for axis, n in source.stacked_axes.items() if axes.get(axis) != n]
+    if unlike or source.stacked_axes.keys() & set(leaf.layout.axes):
         raise ValueError(
-            f"cannot load {taken.name!r} {taken}, into {held.layout} on the mesh "
+            f"cannot load {source.name!r} {source}, into {leaf.layout} on the mesh "
             f"{dict(axes)}: load it where those axes have these sizes and make it one "
             "value there (ff.pmean), leave it out (only=: the target keeps its first "
-            f"value), or take all ranks' by a target of shape {list(taken.shape)}"
+            f"value), or take all ranks' by a target of shape {list(source.shape)}"
         )
-    return held.stacked(taken.own, coordinates_here(here))
+    return leaf.stacked(source.stacked_axes, coordinates_of(here))
 
 
 def _local(leaf: Sharded | Tensor) -> Tensor:
     return leaf.local if isinstance(leaf, Sharded) else leaf
 
 
-def _room(x: Any, device: Any) -> Any:
-    """Memory like ``x``; zero, as padding is (the system gives zero pages anyway)."""
+def _allocate(x: Leaf, device: torch.device | str | None) -> Leaf:
+    """Returns memory like ``x``, in the same space: on the device, or offloaded.
+
+    It is zero, as padding in packed buffers is. That costs nothing: the system gives
+    zero pages anyway.
+    """
     if not isinstance(x, Tensor):
         return x
-    where = space_of(x)
-    if isinstance(where, Offloaded) and device is None:
-        room = where.store.empty(x.numel(), x.dtype, _real(where.device))
-        return room.view(x.shape).zero_()
-    abstract = x.device.type == "meta" or isinstance(x, _torch.FakeTensor)
-    device = device or ("cpu" if abstract else x.device)
+    space = space_of(x)
+    if isinstance(space, Offloaded) and device is None:
+        memory = space.store.empty(x.numel(), x.dtype, _real_device(space.device))
+        return memory.view(x.shape).zero_()
+    is_abstract = x.device.type == "meta" or isinstance(x, _torch.FakeTensor)
+    device = device or ("cpu" if is_abstract else x.device)
     return torch.zeros(x.shape, dtype=x.dtype, device=device)
 
 
-def _real(device: torch.device) -> torch.device:
+def _real_device(device: torch.device) -> torch.device:
     return torch.device("cpu") if device.type == "meta" else device
 
 
-def _own_memory(
-    target: Any, buffers: PackedTree, device: Any
-) -> tuple[list[Any], Callable[[], None]]:
-    """The target's own memory, as few tensors; and what marks the target as spent."""
+def _reuse_memory(
+    target: PyTree, buffers: PackedTree, device: torch.device | str | None
+) -> tuple[list[Leaf], Callable[[], None]]:
+    """Returns the target's own memory, as few tensors, and what marks it as spent."""
     leaves = tree.leaves(target, is_leaf=is_sharded)
     tensors = [x for x in buffers.tensors if isinstance(x, Tensor)]
     for x in tensors:
@@ -258,41 +288,46 @@ def _own_memory(
             )
     if are_locked(tensors):
         raise ValueError("the target is being saved: wait() for that before a load")
-    packed = {id(x) for _, shard in buffers.groups if shard for x in (shard.flat,)}
-    mine = iter(Memory(leaves).donation(leaves).may_write(tensors))
-    # Whole leaves as other objects: the marks are on the old ones. What lies where
-    # another one does gets memory of its own, or it would be given that one's values;
-    # and so does, as in a donated step, what somebody else has a view of.
-    fresh, ends = list(buffers.tensors), defaultdict(list)
-    for i, x in enumerate(fresh):
+    packed_ids = {id(x) for _, shard in buffers.groups if shard for x in (shard.flat,)}
+    may_write = iter(Memory(leaves).donation(leaves).may_write(tensors))
+    memory = list(buffers.tensors)
+    # By storage the (first, last + 1) byte of each tensor that is reused so far.
+    byte_ranges: dict[int, list[tuple[int, int]]] = defaultdict(list)
+    for i, x in enumerate(memory):
         if isinstance(x, Tensor):
-            if not next(mine) or overlaps(x, ends[_torch.storage_key(x)]):
-                fresh[i] = x.detach().clone()
-            elif id(x) not in packed:
-                fresh[i] = x.detach()
+            # As in a donated step, what somebody else has a view of is not written. A
+            # leaf that overlaps another gets memory of its own too, or it would be
+            # given that one's values.
+            if not next(may_write) or overlaps(x, byte_ranges[_torch.storage_key(x)]):
+                memory[i] = x.detach().clone()
+            elif id(x) not in packed_ids:
+                # Another object: the mark of being spent is on the target's.
+                memory[i] = x.detach()
 
-    def spoil() -> None:
+    def spend_target() -> None:
         for leaf in leaves:
-            spend(leaf, _TAKEN)
-        written = [x for x in fresh if isinstance(x, Tensor)]
-        torch.autograd.graph.increment_version(written)  # no gathered buffer shows it
+            spend(leaf, _MEMORY_GIVEN)
+        # Bytes are read into memory past torch, which would notice nothing: a gathered
+        # buffer is taken for current while the versions are.
+        written = [x for x in memory if isinstance(x, Tensor)]
+        torch.autograd.graph.increment_version(written)
 
-    return fresh, spoil
+    return memory, spend_target
 
 
-# Which leaf is read for which
+# The source of each leaf
 
 
 def matched(
     stored: Stored,
-    target: Any,
+    target: PyTree,
     *,
     only: Only | None = None,
     rename: Rename | None = None,
     cast: bool = False,
     strict: bool = True,
-) -> list[Any]:
-    """The source of each leaf: a `StoredTensor`, a number, string or bool, or `KEPT`.
+) -> list[Source]:
+    """Returns the source of each leaf, in order; `UNREAD` of one that is not read.
 
     Args: as `load` has them.
 
@@ -302,20 +337,22 @@ def matched(
             option names nothing.
     """
     paths, leaves, _ = tree.flatten_with_paths(target, is_leaf=is_sharded)
-    here = dict(zip(paths, leaves, strict=True))
-    there = {**stored.tensors, **stored.values}
-    sources = _renamed(_chosen(paths, only), rename)
-    _check_once(paths, "two leaves of the target have the path {!r}")
-    _check_once(sources.values(), "two leaves of the target would both take {!r}")
-    missing = [path for path, name in sources.items() if name not in there]
-    extra = there.keys() - set(sources.values()) if only is None else set()
-    found = {p: _as(here[p], there[n]) for p, n in sources.items() if n in there}
-    if missing and (strict or not found):
-        path, name = missing[0], sources[missing[0]]
-        as_ = "" if name == path else f", which is to be {name!r} there"
+    targets = dict(zip(paths, leaves, strict=True))
+    saved = {**stored.tensors, **stored.values}
+    names = _rename(_choose(paths, only), rename)
+    _check_distinct(paths, "two leaves of the target have the path {!r}")
+    _check_distinct(names.values(), "two leaves of the target would both take {!r}")
+    missing = [path for path, name in names.items() if name not in saved]
+    extra = saved.keys() - set(names.values()) if only is None else set()
+    sources = {
+        p: _whole_stack(targets[p], saved[n]) for p, n in names.items() if n in saved
+    }
+    if missing and (strict or not sources):
+        path, name = missing[0], names[missing[0]]
+        renamed = "" if name == path else f", which is to be {name!r} there"
         raise TreeMismatch(
-            f"{stored.path} has no {path!r}{as_} (and {len(missing) - 1} others): near "
-            f"are {nearest(name, there)}"
+            f"{stored.path} has no {path!r}{renamed} (and {len(missing) - 1} others): "
+            f"near are {nearest(name, saved)}"
         )
     if strict and extra:
         raise TreeMismatch(
@@ -323,107 +360,122 @@ def matched(
             "no leaf of the target takes: name what to read by only=, or give "
             "strict=False"
         )
-    _check_kinds(stored, here, found, sources, cast)
-    _check_origins(target, here, found)
-    for path, leaf in here.items():
-        if path not in found and _has_no_value(leaf):
+    _check_kinds(stored, targets, sources, names, cast)
+    _check_origins(target, targets, sources)
+    for path, leaf in targets.items():
+        if path not in sources and _has_no_value(leaf):
             raise ValueError(
                 f"{path!r} is not read, and the target has no value of it to keep: "
                 "give one that init_state made"
             )
-    return [found.get(path, KEPT) for path in paths]
+    return [sources.get(path, UNREAD) for path in paths]
 
 
-def _chosen(paths: list[str], only: Only | None) -> list[str]:
+def _choose(paths: list[str], only: Only | None) -> list[str]:
+    """Returns the paths of the target that ``only`` chooses, in the target's order."""
     if only is None:
         return paths
     if callable(only):
-        found = [path for path in paths if only(path)]
+        chosen = [path for path in paths if only(path)]
     else:
+        # A pattern names a leaf or a subtree: "**" fits no name at all too.
         patterns = [f"{p}/**" for p in ([only] if isinstance(only, str) else only)]
-        each = {p: [path for path in paths if matches(p, path)] for p in patterns}
-        idle = [p[:-3] for p, some in each.items() if not some]
-        if idle:
+        fits = {p: [path for path in paths if matches(p, path)] for p in patterns}
+        useless = [p[:-3] for p, fitting in fits.items() if not fitting]
+        if useless:
             raise ValueError(
-                f"only={idle[0]!r} fits no path of the target: near are "
-                f"{nearest(idle[0], paths)}"
+                f"only={useless[0]!r} fits no path of the target: near are "
+                f"{nearest(useless[0], paths)}"
             )
-        chosen = {path for some in each.values() for path in some}
-        found = [path for path in paths if path in chosen]
-    if not found:
+        fitting_paths = {path for fitting in fits.values() for path in fitting}
+        chosen = [path for path in paths if path in fitting_paths]
+    if not chosen:
         raise ValueError(f"only= chooses none of the target's {len(paths)} leaves")
-    return found
+    return chosen
 
 
-def _renamed(paths: list[str], rename: Rename | None) -> dict[str, str]:
-    """By path in the target, the path in the checkpoint."""
+def _rename(paths: list[str], rename: Rename | None) -> dict[str, str]:
+    """Returns, by path in the target, the path in the checkpoint."""
     if rename is None or callable(rename):
         return {path: rename(path) if rename else path for path in paths}
-    found: dict[str, str] = {}
+    names: dict[str, str] = {}
     used: set[str] = set()
     for path in paths:
-        fits = [old for old in rename if path == old or path.startswith(f"{old}/")]
-        old = max(fits, key=len, default=None)
-        found[path] = path if old is None else rename[old] + path[len(old) :]
-        used |= {old} if old is not None else set()
-    if idle := rename.keys() - used:
+        # Of subtrees within each other the innermost is meant.
+        subtrees = [top for top in rename if path == top or path.startswith(f"{top}/")]
+        subtree = max(subtrees, key=len, default=None)
+        if subtree is None:
+            names[path] = path
+        else:
+            names[path] = rename[subtree] + path[len(subtree) :]
+            used.add(subtree)
+    if unused := rename.keys() - used:
         raise ValueError(
-            f"rename= names {min(idle)!r}, where the target has nothing to read: near "
-            f"are {nearest(min(idle), paths)}"
+            f"rename= names {min(unused)!r}, where the target has nothing to read: "
+            f"near are {nearest(min(unused), paths)}"
         )
-    return found
+    return names
 
 
-def _check_once(names: Iterable[str], says: str) -> None:
-    seen: set[str] = set()
+def _check_distinct(names: Iterable[str], message: str) -> None:
+    """Raises ``message``, with the name in it, if one name is there twice."""
+    earlier: set[str] = set()
     for name in names:
-        if name in seen:
-            raise ValueError(says.format(name))
-        seen.add(name)
+        if name in earlier:
+            raise ValueError(message.format(name))
+        earlier.add(name)
 
 
 def _check_kinds(
     stored: Stored,
-    here: Mapping[str, Any],
-    found: Mapping[str, Any],
-    sources: Mapping[str, str],
+    targets: Mapping[str, Leaf],
+    sources: Mapping[str, Source],
+    names: Mapping[str, str],
     cast: bool,
 ) -> None:
+    """Raises if a leaf and its source differ in shape, dtype or type."""
     faults = [
         path
-        for path, there in found.items()
-        if _kind(there) != _kind(here[path])
-        and not (cast and _casts(there, here[path]))
+        for path, source in sources.items()
+        if _kind(source) != _kind(targets[path])
+        and not (cast and _can_cast(source, targets[path]))
     ]
     if faults:
         path = faults[0]
-        as_ = "" if sources[path] == path else f" (there {sources[path]!r})"
-        more = f" (and {len(faults) - 1} others differ)" if len(faults) > 1 else ""
-        way = (
+        renamed = "" if names[path] == path else f" (there {names[path]!r})"
+        others = f" (and {len(faults) - 1} others differ)" if len(faults) > 1 else ""
+        advice = (
             "cast=True converts between floating dtypes, and to wider integers"
-            if not cast and _casts(found[path], here[path])
+            if not cast and _can_cast(sources[path], targets[path])
             else "give a target of the shapes and dtypes that were saved, and convert "
             "what comes back"
         )
         if not {"codes", "scales"}.isdisjoint(path.split("/")):
-            way = _CODED
+            advice = _CODED
         raise ValueError(
-            f"cannot load {stored.path}: {path!r}{as_} is {_say(found[path])} in the "
-            f"checkpoint and {_say(here[path])} in the target{more}; {way}"
+            f"cannot load {stored.path}: {path!r}{renamed} is "
+            f"{_describe(sources[path])} in the checkpoint and "
+            f"{_describe(targets[path])} in the target{others}; {advice}"
         )
 
 
 def _check_origins(
-    target: Any, here: Mapping[str, Any], found: Mapping[str, Any]
+    target: PyTree, targets: Mapping[str, Leaf], sources: Mapping[str, Source]
 ) -> None:
-    """Raises where parameters are read, and what a step makes them of is kept."""
-    for at, name, own in origins(target):
-        for path in found if own not in found else ():
-            shape, due = getattr(here[path], "shape", None), here[own].shape
-            alike = shape is not None and due in (shape, shape[1:])  # of a copy too
-            ending = not name or f"/{path}".endswith(f"/{name}")
-            if alike and ending and not path.startswith(f"{at}/"):
-                raise ValueError(_ORIGINS.format(path, own))
+    """Raises if parameters are read, and what a step makes them of is not.
+
+    Such as master weights in an optimizer's state: the next step would overwrite the
+    parameters that were read by those that were not.
+    """
+    for state_path, param_path, origin_path in origins(target):
+        for path in sources if origin_path not in sources else ():
+            shape = getattr(targets[path], "shape", None)
+            origin_shape = targets[origin_path].shape
+            # Parameters may have a first dim of copies, one for each rank.
+            is_alike = shape is not None and origin_shape in (shape, shape[1:])
+            is_param = not param_path or f"/{path}".endswith(f"/{param_path}")
+            if is_alike and is_param and not path.startswith(f"{state_path}/"):
+                raise ValueError(_ORIGINS.format(path, origin_path))
 
 
 _ORIGINS = (
@@ -438,37 +490,41 @@ _CODED = (
 )
 
 
-def _casts(there: Any, here: Any) -> bool:
-    """True if a leaf differs in dtype alone, and all values can be converted."""
-    a, b = _kind(there), _kind(here)
+def _can_cast(source: Source, target: Leaf) -> bool:
+    """Returns whether they differ in dtype alone, and all values can be converted."""
+    a, b = _kind(source), _kind(target)
     if type(a) is not tuple or type(b) is not tuple or a[0] != b[0]:
         return False
-    kinds: set[torch.dtype] = {a[1], b[1]}
-    if all(d.is_floating_point for d in kinds) or all(d.is_complex for d in kinds):
+    dtypes: set[torch.dtype] = {a[1], b[1]}
+    if all(d.is_floating_point for d in dtypes) or all(d.is_complex for d in dtypes):
         return True
-    if torch.bool in kinds or any(d.is_complex or d.is_floating_point for d in kinds):
+    if torch.bool in dtypes or any(d.is_complex or d.is_floating_point for d in dtypes):
         return False
-    old, new = map(torch.iinfo, (a[1], b[1]))
-    return new.min <= old.min and old.max <= new.max
+    saved, wanted = map(torch.iinfo, (a[1], b[1]))
+    return wanted.min <= saved.min and saved.max <= wanted.max
 
 
-def _has_no_value(leaf: Any) -> bool:
+def _has_no_value(leaf: Leaf) -> bool:
     x = leaf.local if isinstance(leaf, Sharded) else leaf
     return isinstance(x, Tensor) and (
         x.device.type == "meta" or isinstance(x, _torch.FakeTensor)
     )
 
 
-def _as(here: Any, there: Any) -> Any:
-    """The stored leaf; a target of a stack's own shape takes the stack whole."""
-    if isinstance(there, StoredTensor) and there.own:
-        if getattr(here, "shape", None) == there.shape:
-            return there._replace(own={})
-    return there
+def _whole_stack(target: Leaf, source: Source) -> Source:
+    """Returns the source; a target of a stack's own shape reads the stack whole."""
+    if isinstance(source, StoredTensor) and source.stacked_axes:
+        if getattr(target, "shape", None) == source.shape:
+            return source._replace(stacked_axes={})
+    return source
 
 
-def _kind(x: Any) -> Any:
-    if isinstance(x, StoredTensor) and x.own:
+_ShapeAndDtype: TypeAlias = tuple[tuple[int, ...], torch.dtype]
+
+
+def _kind(x: Leaf | Source) -> _ShapeAndDtype | type:
+    """Returns what must be alike: shape and dtype of a tensor, the type of a value."""
+    if isinstance(x, StoredTensor) and x.stacked_axes:  # a target is one row of it
         return x.shape[1:], x.dtype
     if isinstance(x, Sharded):  # moments may be of another dtype than the layout says
         return tuple(x.shape), x.local.dtype
@@ -477,9 +533,9 @@ def _kind(x: Any) -> Any:
     return type(x)
 
 
-def _say(x: Any) -> str:
+def _describe(x: Leaf | Source) -> str:
     if isinstance(x, StoredTensor):
         return f"a tensor {x}"
     if isinstance(x, Sharded | Tensor):
-        return f"a tensor {describe(*_kind(x))}"
+        return f"a tensor {describe(*cast(_ShapeAndDtype, _kind(x)))}"
     return f"a {type(x).__name__} ({x!r})"

@@ -1,116 +1,138 @@
 """JSON that anybody may have written, of bounded size, read by type.
 
-`headers` reads headers and manifests by it; that what they say makes sense together is
-for `stored.proven` to check.
+`headers` reads a file's header, the manifest and an index by it. A checkpoint may come
+from anywhere, so its JSON is limited before it is parsed, and each entry is read with
+the type that it must have. Whether the entries make sense together is for
+`stored.validated` to check.
 """
 
 from __future__ import annotations
 
 import json
-from typing import Any
+from typing import Any, TypeVar
 
-LONGEST = 1 << 28  # bytes of JSON: the checksums of 32 TiB
-MOST = (1 << 63) - 1  # what torch can count
-_ITEMS = 1 << 23  # values in it: a gigabyte of Python's objects at the most
+_T = TypeVar("_T")
 
-
-class Wrong(ValueError):
-    """A table that is invalid."""
+MAX_JSON_BYTES = 1 << 28  # the checksums of 32 TiB
+MAX_INT = (1 << 63) - 1  # what torch can count
+_MAX_ITEMS = 1 << 23  # values in a table: a gigabyte of Python's objects at the most
 
 
-def table_of(text: bytes) -> Said:
-    """A table from JSON.
+class InvalidTable(ValueError):
+    """An error: a table does not say what it must, or says it in another type."""
+
+
+def parse_table(text: bytes) -> JsonTable:
+    """Parses a table from JSON.
 
     Raises:
-        Wrong: it is no table, or larger or deeper than any that is written.
+        InvalidTable: it is no table, or larger or deeper than any that is written.
     """
-    if len(text) > LONGEST or sum(map(text.count, (b",", b"[", b"{"))) > _ITEMS:
-        raise Wrong(f"{len(text)} bytes are more than any checkpoint says")
+    # Counted before parsing, as a short text can be millions of objects: the first item
+    # of each table or list follows its bracket, and each other one a comma.
+    if (
+        len(text) > MAX_JSON_BYTES
+        or sum(map(text.count, (b",", b"[", b"{"))) > _MAX_ITEMS
+    ):
+        raise InvalidTable(f"{len(text)} bytes are more than any checkpoint says")
     try:
-        found = json.loads(text.decode(), object_pairs_hook=_once)
+        table = json.loads(text.decode(), object_pairs_hook=_without_repeats)
     except RecursionError:
-        raise Wrong("it is nested too deeply") from None
-    except Wrong:
-        raise
+        raise InvalidTable("it is nested too deeply") from None
+    except InvalidTable:
+        raise  # itself a ValueError
     except ValueError as error:
-        raise Wrong(f"it is no JSON: {error}") from None
-    if type(found) is not dict:
-        raise Wrong("it is no table")
-    return Said(found)
+        raise InvalidTable(f"it is no JSON: {error}") from None
+    if type(table) is not dict:
+        raise InvalidTable("it is no table")
+    return JsonTable(table)
 
 
-def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        raise Wrong("a table says something twice")
-    return found
+def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Makes a dict of a JSON object, in which no key occurs twice.
+
+    Python takes the last of two, and another reader may take the first.
+    """
+    table = dict(pairs)
+    if len(table) < len(pairs):
+        raise InvalidTable("a table says something twice")
+    return table
 
 
-class Said(dict[str, Any]):
+class JsonTable(dict[str, Any]):
     """A JSON table, whose values are read by type.
 
-    Every method raises `Wrong` where it is of another.
+    Every method raises `InvalidTable` where the value is of another type, or missing.
 
-    >>> said = Said(n=3, shape=[2, 3])
-    >>> said.numbers("shape"), said.number("n")
+    >>> table = JsonTable(n=3, shape=[2, 3])
+    >>> table.numbers("shape"), table.number("n")
     ((2, 3), 3)
     """
 
-    def only(self, *names: str) -> Said:
-        """Itself, where it says just this."""
+    def with_keys(self, *names: str) -> JsonTable:
+        """Returns the table itself; raises where it has other keys than these."""
         if set(names) != self.keys():
-            raise Wrong(f"it says {str(sorted(self))[:99]}, and not {sorted(names)}")
+            raise InvalidTable(
+                f"it says {str(sorted(self))[:99]}, and not {sorted(names)}"
+            )
         return self
 
     def number(self, name: str) -> int:
-        """A number from 0 on."""
-        return number_of(self.get(name), name)
+        """Returns an integer from 0 on."""
+        return checked_number(self.get(name), name)
 
     def numbers(self, name: str) -> tuple[int, ...]:
-        return numbers_of(self.get(name), name)
+        """Returns a list of integers from 0 on."""
+        return checked_numbers(self.get(name), name)
 
     def text(self, name: str) -> str:
-        return _of(self.get(name), str, name)
+        return _checked(self.get(name), str, name)
 
-    def row(self, name: str) -> list[Any]:
-        return _of(self.get(name), list, name)
+    def array(self, name: str) -> list[Any]:
+        return _checked(self.get(name), list, name)
 
-    def table(self, name: str) -> Said:
-        return Said(_of(self.get(name), dict, name))
+    def table(self, name: str) -> JsonTable:
+        return JsonTable(_checked(self.get(name), dict, name))
 
-    def optional(self, name: str) -> Said:
-        """A table; empty where nothing is said of it."""
-        return self.table(name) if name in self else Said()
+    def optional_table(self, name: str) -> JsonTable:
+        """Returns a table, which is empty where the key is missing."""
+        return self.table(name) if name in self else JsonTable()
 
     def texts(self, name: str) -> dict[str, str]:
-        """Texts by name."""
-        found = self.table(name)
-        return {key: found.text(key) for key in found}
+        """Returns a table whose values are all texts."""
+        table = self.table(name)
+        return {key: table.text(key) for key in table}
 
 
-def _of(x: Any, kind: type, name: str) -> Any:
-    if type(x) is not kind:  # a bool is no int here
-        raise Wrong(f"{name[:99]!r} is {say(x)}, and no {kind.__name__}")
-    return x
+def _checked(value: Any, expected: type[_T], name: str) -> _T:
+    """Returns ``value``, which must be of the type ``expected``."""
+    if type(value) is not expected:  # a bool is no int here
+        raise InvalidTable(
+            f"{name[:99]!r} is {abbreviate(value)}, and no {expected.__name__}"
+        )
+    return value
 
 
-def number_of(x: Any, name: str) -> int:
-    """``x``, a number from 0 on."""
-    if type(x) is not int or not 0 <= x <= MOST:
-        raise Wrong(f"{name[:99]!r} is {say(x)}, and no number from 0 on")
-    return x
+def checked_number(value: Any, name: str) -> int:
+    """Returns ``value``, which must be an integer from 0 on."""
+    if type(value) is not int or not 0 <= value <= MAX_INT:
+        raise InvalidTable(
+            f"{name[:99]!r} is {abbreviate(value)}, and no number from 0 on"
+        )
+    return value
 
 
-def numbers_of(x: Any, name: str) -> tuple[int, ...]:
-    """``x``, a list of such numbers."""
-    for n in _of(x, list, name):
-        if type(n) is not int or not 0 <= n <= MOST:
-            number_of(n, name)  # which raises
-    return tuple(x)
+def checked_numbers(value: Any, name: str) -> tuple[int, ...]:
+    """Returns ``value``, which must be a list of integers from 0 on."""
+    # Tested in line: a manifest has millions of numbers, and a call for each is slow.
+    for n in _checked(value, list, name):
+        if type(n) is not int or not 0 <= n <= MAX_INT:
+            checked_number(n, name)  # which raises
+    return tuple(value)
 
 
-def say(x: Any) -> str:
-    """A value of JSON, in a few letters however large it is."""
-    if isinstance(x, dict | list):
-        return f"a {type(x).__name__} of {len(x)}"
-    return repr(x)[:99]
+def abbreviate(value: Any) -> str:
+    """Describes a JSON value in a few letters, however large it is."""
+    if isinstance(value, dict | list):
+        return f"a {type(value).__name__} of {len(value)}"
+    return repr(value)[:99]

@@ -1,14 +1,18 @@
-"""Saving a state: each rank its own boxes, at once or in the background.
+"""save and save_async: each rank writes its boxes, at once or in the background.
+
+    _begin       each rank checks what it is to save, and reads copies for a checksum
+    compared     all ranks compare their trees, and find copies that differ
+    SaveTask     the first rank makes the folder, all write into it (see `tasks`)
 
 The layouts say what every rank holds, so nothing is planned together: each rank writes
-its files and reports them, and the first rank, when all reports are there, writes the
+its files and reports them. When all reports are there, the first rank writes the
 manifest and gives the folder its name. Reports are files too, so that a save in the
 background needs no collective and cannot disturb those of the training.
 
 Ranks that differ on no axis of a leaf's layout hold the same part of it, and one of
-them writes it. Where their bits differ the leaf is not one value but each rank's own
-(statistics of its data, a hidden state that is carried on): it is saved as the stack of
-all of them.
+them writes it. Where their bits differ, the leaf is not one value but rank-local
+(statistics of a rank's data, a hidden state that is carried on). It is saved as the
+stack of all ranks' values.
 """
 
 from __future__ import annotations
@@ -23,15 +27,15 @@ from typing import Any, NamedTuple
 import torch
 
 from fsfunc.checkpoint import folders
-from fsfunc.checkpoint.agreement import everyone, everywhere, raise_everywhere
+from fsfunc.checkpoint.agreement import all_ranks, everywhere, raise_everywhere
 from fsfunc.checkpoint.contents import (
     Contents,
     check_mesh,
-    contents_of,
-    coordinates_here,
-    mesh_here,
+    collect_contents,
+    coordinates_of,
+    mesh_for,
 )
-from fsfunc.checkpoint.headers import PAIRS, SAFE_DTYPES, dtype_name
+from fsfunc.checkpoint.headers import SAFE_DTYPES, STORED_AS_PAIRS, dtype_name
 from fsfunc.checkpoint.stored import check_depth
 from fsfunc.checkpoint.tasks import SaveTask, in_flight
 from fsfunc.comm.attribution import label
@@ -51,41 +55,43 @@ _ADVICE = (
 
 
 class Copies(NamedTuple):
-    """The leaves of which this rank holds a copy, as others do.
+    """The leaves that other ranks hold a copy of too.
 
     Args:
-        axes: along which axes ranks hold copies of each, by path.
-        sums: a checksum of this rank's copy, by path.
+        axes: by path the mesh axes along which ranks hold copies.
+        sums: by path a checksum of this rank's copy.
     """
 
     axes: Mapping[str, set[str]] = {}
     sums: Mapping[str, int] = {}
 
     def along(self, axis: str) -> list[tuple[str, int]]:
-        """The checksums of leaves of which ranks along an axis hold copies."""
+        """Returns (path, checksum) of the leaves with copies along an axis."""
         return [(path, n) for path, n in self.sums.items() if axis in self.axes[path]]
 
 
-def copies_of(found: Contents, at: Here | None) -> Copies:
-    """The leaves of which several ranks hold a copy; this rank's is read once."""
-    if at is None or at.mesh.size == 1:
+def find_copies(contents: Contents, here: Here | None) -> Copies:
+    """Returns the leaves that several ranks hold a copy of, with checksums."""
+    if here is None or here.mesh.size == 1:
         return Copies()
-    axes = {axis for axis, size in at.mesh.axes.items() if size > 1}
+    axes = {axis for axis, size in here.mesh.axes.items() if size > 1}
     copied = {
-        path: over
-        for path, held in found.tensors.items()
-        if held.layout.numel and (over := axes.difference(held.layout.axes))
+        path: copy_axes
+        for path, leaf in contents.tensors.items()
+        if leaf.layout.numel and (copy_axes := axes.difference(leaf.layout.axes))
     }
-    sums = checksums([found.tensors[path].part for path in copied])
+    sums = checksums([contents.tensors[path].part for path in copied])
+    # Of 62 bits, so that `_differing` can negate them.
     return Copies(copied, {p: n >> 2 for p, n in zip(copied, sums, strict=True)})
 
 
-def compared(
-    found: Contents, mine: Copies, at: Here | None, path: Path
+def compare_ranks(
+    contents: Contents, copies: Copies, here: Here | None, path: Path
 ) -> tuple[Contents, str]:
-    """``found``, where leaves whose copies differ are the stacks of all ranks' own.
+    """Compares what ranks save, and replaces leaves whose copies differ by stacks.
 
-    And a name of the first rank's, by which all know the folder that it makes.
+    Returns the contents, and a name of the first rank's, by which all ranks know the
+    folder that it makes.
 
     Raises (on every rank):
         RanksDiffer: ranks save to different paths; other paths in the tree, shapes,
@@ -96,37 +102,47 @@ def compared(
     differ, two pmax of 16 and 8 bytes for each leaf of which there are copies along
     that axis.
     """
-    own = folders.own_name()
-    if at is None or (where := everyone(at)) is None or where.size == 1:
-        return found, own
-    axes = {axis: size for axis, size in at.mesh.axes.items() if size > 1}
-    names, _, *sums = agree(
-        where,
-        bytes.fromhex(own),
-        Section(_TITLE, [("the path", str(path)), *found.lines], _ADVICE),
-        # Copies may differ: then they are each rank's own.
-        *(digest_of(mine.along(axis)) for axis in axes),
+    unique = folders.unique_name()
+    if here is None or (ranks := all_ranks(here)) is None or ranks.size == 1:
+        return contents, unique
+    axes = {axis: size for axis, size in here.mesh.axes.items() if size > 1}
+    # One gather for all that ranks must know of each other. The digests of copies go
+    # as bytes, which may differ: then the copies are rank-local values.
+    names, _, *digests_by_axis = agree(
+        ranks,
+        bytes.fromhex(unique),
+        Section(_TITLE, [("the path", str(path)), *contents.lines], _ADVICE),
+        *(digest_of(copies.along(axis)) for axis in axes),
         waits=True,
     )
     stacks: dict[str, dict[str, int]] = {}
-    for (axis, size), rows in zip(axes.items(), sums, strict=True):
-        firsts = [rows[at.mesh.members(axis, rank)[0]] for rank in range(at.mesh.size)]
-        if rows != firsts:
-            for name in _differing(mine.along(axis), axis, at):
-                stacks.setdefault(name, {})[axis] = size
-    coordinates, tensors = coordinates_here(at), dict(found.tensors)
-    for name, sizes in stacks.items():
-        tensors[name] = tensors[name].stacked(sizes, coordinates)
-    return replace(found, tensors=tensors), names[0].hex()
+    for (axis, size), digests in zip(axes.items(), digests_by_axis, strict=True):
+        # The digest of the first rank along the axis, for each rank. Which leaves
+        # differ is asked in a second step, and only if some do: that is rare.
+        firsts = [
+            digests[here.mesh.members(axis, rank)[0]] for rank in range(here.mesh.size)
+        ]
+        if digests != firsts:
+            for leaf_path in _differing(copies.along(axis), axis, here):
+                stacks.setdefault(leaf_path, {})[axis] = size
+    coordinates, tensors = coordinates_of(here), dict(contents.tensors)
+    for leaf_path, sizes in stacks.items():
+        tensors[leaf_path] = tensors[leaf_path].stacked(sizes, coordinates)
+    return replace(contents, tensors=tensors), names[0].hex()
 
 
-def _differing(sums: Sequence[tuple[str, int]], axis: str, at: Here) -> list[str]:
-    """The leaves whose copies differ along an axis, on whatever ranks."""
+def _differing(sums: Sequence[tuple[str, int]], axis: str, here: Here) -> list[str]:
+    """Returns the leaves whose copies differ along an axis, on whatever ranks.
+
+    Values are equal where their maximum is their minimum, ``-pmax(-x)``.
+    """
     with label("", "checkpoint"), torch.no_grad():
-        mine = torch.tensor([n for _, n in sums], device=at.link.device)
-        high, low = pmax(torch.stack([mine, -mine]), axis)
-        differs = pmax((high != -low).long(), tuple(at.mesh.axes)).tolist()
-    return [path for (path, _), odd in zip(sums, differs, strict=True) if odd]
+        local_sums = torch.tensor([n for _, n in sums], device=here.link.device)
+        highest, negated_lowest = pmax(torch.stack([local_sums, -local_sums]), axis)
+        # Over all axes, so that every rank stacks the same leaves.
+        differs = pmax((highest != -negated_lowest).long(), tuple(here.mesh.axes))
+        flags = differs.tolist()
+    return [path for (path, _), flag in zip(sums, flags, strict=True) if flag]
 
 
 @api_boundary
@@ -204,15 +220,15 @@ def save_async(
     """
     task = _begin(path, state, metadata, keep)
     task.start()
-    at = task.at
-    if at is not None and at.mesh.backend == "simulated":
+    here = task.here
+    if here is not None and here.mesh.backend == "simulated":
         # Whoever waits holds the baton: by then every rank's thread must be running.
-        raise_everywhere(at, None)
+        raise_everywhere(here, None)
     return task
 
 
 class _Checked(NamedTuple):
-    """What is to be saved, and where, as far as a rank can check it alone."""
+    """What a rank is to save, and where, checked as far as it can be alone."""
 
     path: Path
     contents: Contents
@@ -220,43 +236,53 @@ class _Checked(NamedTuple):
     metadata: dict[str, Any]
 
 
-def _begin(path: Any, state: Any, metadata: Any, keep: int | None) -> SaveTask:
-    """Checks everything that can be checked, makes the folder, and agrees."""
-    at = mesh_here("save")
+def _begin(
+    path: str | os.PathLike[str],
+    state: PyTree,
+    metadata: Mapping[str, Any] | None,
+    keep: int | None,
+) -> SaveTask:
+    """Checks all that can be checked, compares ranks, and makes the folder."""
+    here = mesh_for("save")
 
-    def checked() -> _Checked:
-        if (earlier := in_flight(at)) is not None:
+    def check_alone() -> _Checked:
+        if (earlier := in_flight(here)) is not None:
             earlier.wait()
-        where = Path(os.path.abspath(os.fspath(path)))
-        said = json.loads(json.dumps(dict(metadata or {})))  # it may change meanwhile
-        check_depth(said)
+        # Absolute, as the program may change its folder before a thread writes; and
+        # copied, as it may change the metadata.
+        destination = Path(os.path.abspath(os.fspath(path)))
+        copied_metadata = json.loads(json.dumps(dict(metadata or {})))
+        check_depth(copied_metadata)
         if keep is not None and keep < 1:
             raise ValueError(f"keep={keep!r}: how many checkpoints stay, at least 1")
-        folders.check_absent(where)
-        found = _saveable(state, at)
-        return _Checked(where, found, copies_of(found, at), said)
+        folders.check_absent(destination)
+        contents = _collect_saveable(state, here)
+        return _Checked(
+            destination, contents, find_copies(contents, here), copied_metadata
+        )
 
-    # Until all ranks are here, one may still wait for an earlier save.
-    where, found, copies, said = everywhere(at, checked)
-    found, own = compared(found, copies, at, where)
-    task = SaveTask(where, own, at, found, said, keep)
+    # First of all: until all ranks are here, one may still wait for an earlier save.
+    destination, contents, copies, copied_metadata = everywhere(here, check_alone)
+    contents, unique = compare_ranks(contents, copies, here, destination)
+    task = SaveTask(destination, unique, here, contents, copied_metadata, keep)
     try:
-        everywhere(at, task.make_folder)
-        everywhere(at, task.find_folder)
+        everywhere(here, task.make_folder)
+        everywhere(here, task.find_folder)
     except BaseException:
         task.abandon()
         raise
     return task
 
 
-def _saveable(state: Any, at: Here | None) -> Contents:
+def _collect_saveable(state: PyTree, here: Here | None) -> Contents:
+    """Collects the contents of a state, all of which files can hold."""
     refuse_unusable(state)
-    found = contents_of(state)
-    for path, held in found.tensors.items():
-        if held.part.dtype not in (*SAFE_DTYPES, *PAIRS):
+    contents = collect_contents(state)
+    for path, leaf in contents.tensors.items():
+        if leaf.part.dtype not in (*SAFE_DTYPES, *STORED_AS_PAIRS):
             raise TypeError(
-                f"cannot save {path!r}, of dtype {dtype_name(held.part.dtype)}: "
+                f"cannot save {path!r}, of dtype {dtype_name(leaf.part.dtype)}: "
                 "safetensors has none such; save a view of it in another"
             )
-        check_mesh(held.layout, at, "save")
-    return found
+        check_mesh(leaf.layout, here, "save")
+    return contents

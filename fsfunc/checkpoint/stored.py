@@ -1,10 +1,15 @@
 """The table of a checkpoint, and what must be true of it.
 
-Tensors are in safetensors files, keyed by their paths in the tree, as boxes (`Chunk`).
+Tensors are in safetensors files, keyed by their paths in the tree, as boxes (`Chunk`):
+
+    Stored.tensors["blocks/0/w"] = StoredTensor((4, 8), float32, chunks=(
+        Chunk("shard-00001-...", begin=120, offsets=(0, 0), sizes=(2, 8)),
+        Chunk("shard-00002-...", begin=120, offsets=(2, 0), sizes=(2, 8))))
+
 Each file has a checksum for every mebibyte, so that any part of it can be read and
 checked without the rest. Numbers, strings and bools of the tree are values. What files
-say of themselves is untrusted: `proven` checks it together, so that all boxes make up
-their tensors and fill their files, and no other module checks that.
+say of themselves is untrusted: `validated` checks it together, so that all boxes make
+up their tensors and fill their files. No other module checks that.
 """
 
 from __future__ import annotations
@@ -17,31 +22,34 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from secrets import randbelow
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
-from fsfunc.checkpoint.parsing import MOST, Said, Wrong, say
+from fsfunc.checkpoint.parsing import MAX_INT, InvalidTable, JsonTable, abbreviate
 from fsfunc.printing.tables import of_axes, visible, visible_lines
 from fsfunc.sharded.placements import describe
 
+_T = TypeVar("_T")
+
 BLOCK = 1 << 20  # bytes that one checksum covers; they fit a core's cache
-_LEAVES = 1 << 18  # of a tree
-_DEEPEST = 200  # names in a path, and levels of metadata
-_LETTERS = 1 << 16  # of a path
-_DIMS = 64  # of a tensor, as many as torch has
-_FIELD = (1 << 127) - 1  # a prime
+_MAX_LEAVES = 1 << 18  # of a tree
+_MAX_DEPTH = 200  # names in a path, and levels of metadata
+_MAX_PATH_LENGTH = 1 << 16  # of a path
+_MAX_DIMS = 64  # of a tensor, as many as torch has
+_PRIME = (1 << 127) - 1  # the size of the field that `tiles` computes in
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint that cannot be read, or was not completed."""
+    """An error: a checkpoint cannot be read, or was not completed."""
 
     def __str__(self) -> str:
+        # A file's names may hold control sequences, which a terminal would obey.
         return visible_lines(super().__str__())
 
 
 class Chunk(NamedTuple):
-    """A box of a leaf, and where its bytes begin in a file."""
+    """A box of a leaf, and the position in a file where its bytes begin."""
 
     file: str
     begin: int
@@ -56,7 +64,7 @@ class StoredFile(NamedTuple):
     """
 
     nbytes: int
-    sums: tuple[int, ...] | None = None
+    checksums: tuple[int, ...] | None = None
     origin: int = 0
 
 
@@ -65,15 +73,15 @@ class StoredTensor(NamedTuple):
 
     Args:
         name: what its files call it.
-        own: sizes of the axes along which ranks had each a value of their own, of which
-            this is the stack: ``shape`` is ``(n, *shape of one)``.
+        stacked_axes: sizes of the mesh axes along which each rank had a value of its
+            own. The tensor is the stack of these: ``(n, *shape of one)``.
     """
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     chunks: tuple[Chunk, ...] = ()
     name: str = ""
-    own: Mapping[str, int] = MappingProxyType({})
+    stacked_axes: Mapping[str, int] = MappingProxyType({})
 
     @property
     def nbytes(self) -> int:
@@ -81,14 +89,14 @@ class StoredTensor(NamedTuple):
 
     @property
     def is_whole(self) -> bool:
-        """True if the chunks hold every element of the shape exactly once."""
+        """Whether the chunks hold every element of the shape exactly once."""
         return tiles(self.shape, [(c.offsets, c.sizes) for c in self.chunks])
 
     def __str__(self) -> str:
-        if not self.own:
+        if not self.stacked_axes:
             return describe(self.shape, self.dtype)
-        one = describe(self.shape[1:], self.dtype)
-        return f"{one}, each rank's own over {visible(of_axes(self.own))}"
+        row = describe(self.shape[1:], self.dtype)
+        return f"{row}, each rank's own over {visible(of_axes(self.stacked_axes))}"
 
 
 @dataclass(frozen=True)
@@ -101,8 +109,9 @@ class Stored:
         values: path in the saved tree -> number, string or bool.
         metadata: what the user gave to ``save``.
         mesh: the axes of the mesh that saved it.
-        files: names and lengths of the files that hold the tensors.
-        random: states of the default generators, and which of them each rank had.
+        files: lengths and checksums of the files that hold the tensors, by name.
+        random: ``states``, the distinct states of the default generators, and ``of``,
+            which of them each rank had.
         version: of the format; None where there is no manifest.
     """
 
@@ -117,7 +126,7 @@ class Stored:
 
     @property
     def leaves(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-        """Path -> (global shape, dtype) of every tensor; of ranks' own, the stack's."""
+        """Path -> (global shape, dtype) of every tensor, of a stack its own."""
         return {path: (leaf.shape, leaf.dtype) for path, leaf in self.tensors.items()}
 
     @property
@@ -127,12 +136,12 @@ class Stored:
 
     @property
     def identity(self) -> str:
-        """Its name, and a checksum that no other checkpoint has."""
+        """Its name, and a checksum by which ranks see that they load the same one."""
         text = repr((self.tensors, self.values, self.files, self.random))
         return f"{self.path.name} ({zlib.crc32(text.encode()):08x})"
 
     def below(self, at: str) -> Stored:
-        """The subtree at the path ``at``, its paths beginning there.
+        """Returns the subtree at the path ``at``, with paths that begin there.
 
         Raises:
             KeyError: there is no such path.
@@ -140,19 +149,20 @@ class Stored:
         if not at:
             return self
 
-        def inside(found: Mapping[str, Any]) -> dict[str, Any]:
-            if at in found:
-                return {"": found[at]}
+        def inside(leaves: Mapping[str, _T]) -> dict[str, _T]:
+            if at in leaves:
+                return {"": leaves[at]}
             return {
-                p[len(at) + 1 :]: x for p, x in found.items() if p.startswith(f"{at}/")
+                p[len(at) + 1 :]: x for p, x in leaves.items() if p.startswith(f"{at}/")
             }
 
         tensors, values = inside(self.tensors), inside(self.values)
         if not tensors and not values:
             tops = sorted({p.partition("/")[0] for p in (*self.tensors, *self.values)})
-            more = f" and {len(tops) - 8} more" if len(tops) > 8 else ""
+            others = f" and {len(tops) - 8} more" if len(tops) > 8 else ""
             raise KeyError(
-                f"{self.path} holds nothing at {at!r}; at its top are {tops[:8]}{more}"
+                f"{self.path} holds nothing at {at!r}; "
+                f"at its top are {tops[:8]}{others}"
             )
         return replace(self, tensors=tensors, values=values)
 
@@ -166,12 +176,17 @@ class Stored:
 def tiles(
     shape: tuple[int, ...], boxes: Sequence[tuple[tuple[int, ...], tuple[int, ...]]]
 ) -> bool:
-    """True if boxes (offsets, sizes) hold every element of ``shape`` exactly once.
+    """Returns whether boxes (offsets, sizes) hold each element of ``shape`` just once.
 
-    Where and only where they do, the sum of the boxes' monomials is that of the whole:
-    Σ_boxes ∏_d (x_d^(offset+size) − x_d^offset) = ∏_d (x_d^shape − 1). Both sides are
-    compared at a random point of a large field, where different polynomials are equal
-    with negligible probability: so the time is proportional to the number of boxes.
+    An element at ``(i, j)`` stands for the monomial ``x^i y^j``. The boxes tile the
+    shape if and only if their monomials have the same sum as those of the whole:
+
+        Σ_boxes ∏_d (x_d^(offset+size) − x_d^offset)  =  ∏_d (x_d^shape − 1)
+
+    (both sides times ``∏_d (x_d − 1)``: each is a product of geometric series). They
+    are compared at a random point of a large field, where different polynomials are
+    equal with negligible probability. So the time is proportional to the number of
+    boxes, where a comparison of all pairs would take its square.
 
     >>> tiles((2, 3), [((0, 0), (2, 1)), ((0, 1), (2, 2))])
     True
@@ -181,128 +196,141 @@ def tiles(
     whole = (tuple(0 for _ in shape), shape)
     if len(boxes) == 1:
         return boxes[0] == whole
+    # The numbers of elements are compared first: that is cheap, and finds most faults.
     if sum(math.prod(sizes) for _, sizes in boxes) != math.prod(shape):
         return False
-    cut = [
+    # A dim that no box cuts gives both sides the same factor.
+    cut_dims = [
         d for d, n in enumerate(shape) if any((o[d], s[d]) != (0, n) for o, s in boxes)
     ]
+    # Drawn anew each time, so that nobody can forge boxes that agree at the point.
     powers: dict[tuple[int, int], int] = {}
-    points = {d: 2 + randbelow(_FIELD - 2) for d in cut}
+    points = {d: 2 + randbelow(_PRIME - 2) for d in cut_dims}
 
     def power(d: int, n: int) -> int:
         if (d, n) not in powers:
-            powers[d, n] = pow(points[d], n, _FIELD)
+            powers[d, n] = pow(points[d], n, _PRIME)
         return powers[d, n]
 
-    def sum_of(offsets: tuple[int, ...], sizes: tuple[int, ...]) -> int:
-        total = 1
-        for d in cut:
-            ends = power(d, offsets[d] + sizes[d]) - power(d, offsets[d])
-            total = total * ends % _FIELD
-        return total
+    def monomials(offsets: tuple[int, ...], sizes: tuple[int, ...]) -> int:
+        product = 1
+        for d in cut_dims:
+            series = power(d, offsets[d] + sizes[d]) - power(d, offsets[d])
+            product = product * series % _PRIME
+        return product
 
-    return (sum(sum_of(*box) for box in boxes) - sum_of(*whole)) % _FIELD == 0
+    return (sum(monomials(*box) for box in boxes) - monomials(*whole)) % _PRIME == 0
 
 
-def proven(stored: Stored, heads: Mapping[str, int] | None = None) -> Stored:
-    """``stored``, all of which makes sense together.
+def validated(stored: Stored, data_begins: Mapping[str, int] | None = None) -> Stored:
+    """Checks that all of a table makes sense together, and returns it.
 
     Args:
-        heads: where in each file its tensors begin, where that is known.
+        data_begins: by file the position where its tensors begin, if that is known.
 
     Raises:
-        Wrong: the boxes of a tensor do not make it up, or reach out of it; those in a
-            file overlap, leave a gap or do not end where it does; the values, the mesh
-            or the generators' states are of the wrong kind.
+        InvalidTable: the boxes of a tensor do not make it up, or reach out of it; those
+            in a file overlap, leave a gap or do not end where it does; the values, the
+            mesh or the generators' states are of the wrong kind.
     """
     check_count(len(stored.tensors) + len(stored.values))
     for path in (*stored.tensors, *stored.values):
         check_path(path)
-    if twice := stored.tensors.keys() & stored.values.keys():
-        raise Wrong(f"{min(twice)!r} is a tensor and a value")
+    if both_kinds := stored.tensors.keys() & stored.values.keys():
+        raise InvalidTable(f"{min(both_kinds)!r} is a tensor and a value")
     for path, value in stored.values.items():
         if type(value) not in (bool, int, float, str):
-            raise Wrong(f"the value {path!r} is {say(value)}")
+            raise InvalidTable(f"the value {path!r} is {abbreviate(value)}")
     for axis, size in stored.mesh.items():
         if type(size) is not int or size < 1:
-            raise Wrong(f"the mesh's axis {axis!r} is of size {say(size)}")
+            raise InvalidTable(
+                f"the mesh's axis {axis!r} is of size {abbreviate(size)}"
+            )
     check_depth(stored.metadata)
-    alike: set[Any] = set()  # many leaves are cut alike
+    # Leaves of equal layers are cut alike: each cut is checked once.
+    checked_cuts: set[tuple[Any, ...]] = set()
     for path, leaf in stored.tensors.items():
         cut = leaf.shape, leaf.dtype, tuple([chunk[2:] for chunk in leaf.chunks])
-        if cut not in alike:
+        if cut not in checked_cuts:
             _check_boxes(path, leaf)
-            alike.add(cut)
-        if leaf.own:
-            _check_own(path, leaf, stored.mesh)
-    _check_bytes(stored, heads)
-    return replace(stored, random=_random(stored.random))
+            checked_cuts.add(cut)
+        if leaf.stacked_axes:
+            _check_stack(path, leaf, stored.mesh)
+    _check_no_gaps(stored, data_begins)
+    return replace(stored, random=_validated_generators(stored.random))
 
 
-def check_count(many: int) -> None:
+def check_count(count: int) -> None:
     """Raises where there are more leaves than any tree that is saved has."""
-    if many > _LEAVES:
-        raise Wrong(f"it has {many} leaves, and a checkpoint has {_LEAVES} at the most")
+    if count > _MAX_LEAVES:
+        raise InvalidTable(
+            f"it has {count} leaves, and a checkpoint has {_MAX_LEAVES} at the most"
+        )
 
 
 def check_path(path: str) -> None:
-    """Raises where no tree has a leaf at such a path, or no file could name it."""
-    if path.count("/") >= _DEEPEST or len(path) > _LETTERS:
-        raise Wrong(
-            f"{path[:99]!r}... lies more than {_DEEPEST} levels deep, or is longer "
-            f"than {_LETTERS} letters"
+    """Raises where no tree has a leaf at a path, or no file could name it."""
+    if path.count("/") >= _MAX_DEPTH or len(path) > _MAX_PATH_LENGTH:
+        raise InvalidTable(
+            f"{path[:99]!r}... lies more than {_MAX_DEPTH} levels deep, or is longer "
+            f"than {_MAX_PATH_LENGTH} letters"
         )
     try:
         path.encode()
     except UnicodeEncodeError:
-        raise Wrong(f"the path {path[:99]!r} is no Unicode text") from None
+        raise InvalidTable(f"the path {path[:99]!r} is no Unicode text") from None
 
 
-def check_depth(said: Any) -> None:
+def check_depth(metadata: dict[str, Any]) -> None:
     """Raises if lists and tables are nested deeper than can be printed."""
-    level, depth = [said], 0
+    level, depth = [metadata], 0
     while level:
         inner = [x.values() if isinstance(x, dict) else x for x in level]
-        level = [x for some in inner for x in some if isinstance(x, dict | list)]
+        level = [x for row in inner for x in row if isinstance(x, dict | list)]
         depth += 1
-        if depth > _DEEPEST:
-            raise Wrong(f"its metadata is more than {_DEEPEST} levels deep")
+        if depth > _MAX_DEPTH:
+            raise InvalidTable(f"its metadata is more than {_MAX_DEPTH} levels deep")
 
 
 def _check_boxes(path: str, leaf: StoredTensor) -> None:
-    room = math.prod(max(n, 1) for n in leaf.shape) * leaf.dtype.itemsize
-    if len(leaf.shape) > _DIMS or room > MOST:
-        raise Wrong(f"{path!r} is of shape {str(list(leaf.shape))[:99]}")
+    # An empty dim counts as one: torch computes strides so, which overflow otherwise.
+    nbytes = math.prod(max(n, 1) for n in leaf.shape) * leaf.dtype.itemsize
+    if len(leaf.shape) > _MAX_DIMS or nbytes > MAX_INT:
+        raise InvalidTable(f"{path!r} is of shape {str(list(leaf.shape))[:99]}")
     for chunk in leaf.chunks:
         if not len(leaf.shape) == len(chunk.offsets) == len(chunk.sizes) or any(
             o + n > m
             for o, n, m in zip(chunk.offsets, chunk.sizes, leaf.shape, strict=True)
         ):
-            raise Wrong(f"a box of {path!r} {leaf} lies at {str(chunk[2:])[:99]}")
+            raise InvalidTable(
+                f"a box of {path!r} {leaf} lies at {str(chunk[2:])[:99]}"
+            )
     if not leaf.is_whole:
-        raise Wrong(
+        raise InvalidTable(
             f"the boxes of {path!r} {leaf} do not make it up once: a file is missing, "
             "or one too many"
         )
 
 
-def _check_own(path: str, leaf: StoredTensor, mesh: Mapping[str, int]) -> None:
-    """Raises where there are not as many values of their own as ranks along axes."""
-    sizes = [(axis, n) for axis, n in mesh.items() if axis in leaf.own]  # in order
-    if sizes == [(axis, n) for axis, n in leaf.own.items() if type(n) is int]:
+def _check_stack(path: str, leaf: StoredTensor, mesh: Mapping[str, int]) -> None:
+    """Raises where a stack has not one row for each rank along its axes."""
+    # In the mesh's order of axes, in which the stack's rows are.
+    sizes = [(axis, n) for axis, n in mesh.items() if axis in leaf.stacked_axes]
+    if sizes == [(axis, n) for axis, n in leaf.stacked_axes.items() if type(n) is int]:
         if leaf.shape[:1] == (math.prod(n for _, n in sizes),):
             return
-    raise Wrong(
+    raise InvalidTable(
         f"of {path[:99]!r}, of shape {str(list(leaf.shape))[:99]}, each rank has a row "
-        f"over {say(leaf.own)[:99]}, on a mesh of {str(dict(mesh))[:99]}"
+        f"over {abbreviate(leaf.stacked_axes)[:99]}, on a mesh of "
+        f"{str(dict(mesh))[:99]}"
     )
 
 
-def _check_bytes(stored: Stored, heads: Mapping[str, int] | None) -> None:
-    """Raises where a file's tensors are not all that follows its header.
+def _check_no_gaps(stored: Stored, data_begins: Mapping[str, int] | None) -> None:
+    """Raises where a file's boxes do not fill all that follows its header, just once.
 
-    They are where each begins as another one ends: then every byte is in one more of
-    those that have begun than of those that have ended.
+    They do where the sorted begins are the sorted ends, moved by one: then each byte is
+    behind one more begin than ends, so it lies in one box.
     """
     begins: dict[str, list[int]] = {name: [] for name in stored.files}
     ends: dict[str, list[int]] = {name: [] for name in stored.files}
@@ -311,39 +339,45 @@ def _check_bytes(stored: Stored, heads: Mapping[str, int] | None) -> None:
         for name, begin, _, sizes in leaf.chunks:
             begins[name].append(begin)
             ends[name].append(begin + math.prod(sizes) * width)
-    for name, low in begins.items():
-        high, nbytes = ends[name], stored.files[name].nbytes
-        if heads is None and not low:
-            raise Wrong(f"nothing lies in {name}")
-        low.sort()
-        high.sort()
-        at = low[0] if heads is None else heads[name]
-        for begin, end in zip(low, [at, *high], strict=False):
+    for name, file_begins in begins.items():
+        file_ends, nbytes = ends[name], stored.files[name].nbytes
+        if data_begins is None and not file_begins:
+            raise InvalidTable(f"nothing lies in {name}")
+        file_begins.sort()
+        file_ends.sort()
+        first = file_begins[0] if data_begins is None else data_begins[name]
+        for begin, end in zip(file_begins, [first, *file_ends], strict=False):
             if begin != end:
-                found = stored.tensors.items()
-                here = [p for p, x in found for c in x.chunks if c[:2] == (name, begin)]
-                raise Wrong(
-                    f"{here[0]!r} begins at byte {begin} of {name}, and not {end}"
+                leaves = stored.tensors.items()
+                paths = [
+                    p for p, x in leaves for c in x.chunks if c[:2] == (name, begin)
+                ]
+                raise InvalidTable(
+                    f"{paths[0]!r} begins at byte {begin} of {name}, and not {end}"
                 )
-        if (end := high[-1] if high else at) != nbytes:
-            raise Wrong(f"what lies in {name} ends at byte {end}, and not {nbytes}")
+        if (end := file_ends[-1] if file_ends else first) != nbytes:
+            raise InvalidTable(
+                f"what lies in {name} ends at byte {end}, and not {nbytes}"
+            )
 
 
-def _random(said: Mapping[str, Any]) -> dict[str, Any]:
-    """The generators' states, base64 by device type, and which each rank had."""
-    if not said:
+def _validated_generators(random: Mapping[str, Any]) -> dict[str, Any]:
+    """Checks the generators' states, base64 by device type, and which each rank had."""
+    if not random:
         return {}
-    table = Said(said)
-    if not said.keys() & {"states", "of"}:  # the first checkpoints had one rank's
-        table = Said(states=[dict(said)], of=[0])
-    table.only("states", "of")
-    states, of = table.row("states"), table.numbers("of")
+    table = JsonTable(random)
+    if not random.keys() & {"states", "of"}:  # the first checkpoints had one rank's
+        table = JsonTable(states=[dict(random)], of=[0])
+    table.with_keys("states", "of")
+    states, of = table.array("states"), table.numbers("of")
     if not of or max(of) >= len(states):
-        raise Wrong("the ranks' generators are not those that it holds")
+        raise InvalidTable("the ranks' generators are not those that it holds")
     for state in states:
-        for kind, text in Said(x=state).texts("x").items():
+        for device_type, text in JsonTable(x=state).texts("x").items():
             try:
                 base64.b64decode(text, validate=True)
             except ValueError:
-                raise Wrong(f"the state of the {kind} generator is no base64") from None
+                raise InvalidTable(
+                    f"the state of the {device_type} generator is no base64"
+                ) from None
     return dict(table)

@@ -1,4 +1,14 @@
-"""The save of one checkpoint on one rank, at once or in the background."""
+"""The save of one checkpoint on one rank, at once or in the background.
+
+`saving` makes a `SaveTask` once ranks agree on what they save. Its steps are the same
+in both cases; between them ranks wait for each other, by collectives (``finish``) or,
+in a thread, by messages (``start``):
+
+    make_folder     the first rank
+    find_folder     all: a file system that is not shared is found here
+    write           all: files, and a report of them
+    complete        the first rank: the manifest from the files' headers, and the name
+"""
 
 from __future__ import annotations
 
@@ -12,20 +22,22 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from threading import Thread
-from typing import Any
+from typing import Any, TextIO
+
+import torch
 
 from fsfunc.checkpoint import agreement, finding, folders
-from fsfunc.checkpoint.agreement import Others, RankStatus, attempt, everywhere
-from fsfunc.checkpoint.contents import Contents, parts_of, together
+from fsfunc.checkpoint.agreement import RankStatus, SavePeers, attempt, everywhere
+from fsfunc.checkpoint.contents import Contents, assign_parts, merge_generators
 from fsfunc.checkpoint.headers import (
     VERSION,
     check_files,
-    header_at,
-    said_of,
-    tensors_in,
+    extra_facts,
+    read_header,
+    tensors_from,
     write_manifest,
 )
-from fsfunc.checkpoint.parsing import Said, Wrong
+from fsfunc.checkpoint.parsing import InvalidTable, JsonTable
 from fsfunc.checkpoint.safetensors import write_parts
 from fsfunc.checkpoint.stored import CheckpointError, Stored, StoredTensor
 from fsfunc.comm.mesh import Here
@@ -38,41 +50,43 @@ from fsfunc.transforms.donation import version
 class SaveTask:
     """A checkpoint that this rank saves, with all others of its mesh.
 
-    It holds the memory of what is saved until it is over.
+    Until it is over, donated steps do not write into the memory of what is saved.
     """
 
     path: Path
-    own: str  # by which all ranks know the folder that the first one makes
-    at: Here | None
+    unique_name: str  # by which all ranks know the folder that the first one makes
+    here: Here | None
     contents: Contents
     metadata: dict[str, Any]
-    keep: int | None
+    keep: int | None  # how many checkpoints of the series stay; None: all
     thread: Thread | None = None
     error: BaseException | None = None
-    others: Others | None = None  # who save it too
-    _finished: bool = False
-    _versions: list[int] = field(default_factory=list)
-    _made: list[Any] = field(default_factory=list)  # the ends of what makes the tensors
+    peers: SavePeers | None = None  # the ranks to exchange messages with, in background
+    _is_finished: bool = False
+    _versions: list[int] = field(default_factory=list)  # of the tensors, at the call
+    _stream_ends: list[torch.Event] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        held = self.contents.tensors.values()
+        leaves = self.contents.tensors.values()
         self.rank, self.size = (
-            (0, 1) if self.at is None else (self.at.rank, self.at.mesh.size)
+            (0, 1) if self.here is None else (self.here.rank, self.here.mesh.size)
         )
-        self.first = self.rank == 0
-        self.folder = folders.saving_path(self.path, self.own)
-        self.release = lock(h.part for h in held)
-        self._versions = [version(h.part) for h in held]
+        self.is_first = self.rank == 0
+        self.folder = folders.saving_path(self.path, self.unique_name)
+        # The state is not copied: a donated step that is given it makes a new one while
+        # it is locked. What the user writes by hand is found by versions, in `write`.
+        self.release = lock(leaf.part for leaf in leaves)
+        self._versions = [version(leaf.part) for leaf in leaves]
 
-    # What all ranks do one after another, and wait for each other
+    # The steps of a save; ranks wait for each other between them
 
     def make_folder(self) -> None:
-        """The first rank's: what others will write into."""
-        if self.first:
-            folders.begin_saving(self.path, self.own).mkdir()
+        """Makes the folder that all ranks write into, on the first rank."""
+        if self.is_first:
+            folders.begin_saving(self.path, self.unique_name).mkdir()
 
     def find_folder(self) -> None:
-        """Raises where this rank does not see the folder."""
+        """Raises if this rank does not see the folder."""
         for pause in (0, 0.1, 1, 3):  # seconds; a network's file system may be slow
             time.sleep(pause)
             if self.folder.is_dir():
@@ -84,67 +98,73 @@ class SaveTask:
 
     def write(self) -> None:
         """Writes this rank's files, and reports them."""
-        found = self.contents
-        files = write_parts(self.folder, self.rank, parts_of(found, self.at))
-        for held, before in zip(found.tensors.values(), self._versions, strict=True):
-            if version(held.part) != before:
+        contents = self.contents
+        files = write_parts(self.folder, self.rank, assign_parts(contents, self.here))
+        for leaf, before in zip(contents.tensors.values(), self._versions, strict=True):
+            if version(leaf.part) != before:
                 raise CheckpointError(
-                    f"{held.path!r} was changed in place while it was being saved: the "
+                    f"{leaf.path!r} was changed in place while it was being saved: the "
                     "checkpoint would hold neither the old values nor the new ones; "
                     "wait() first, or change a copy"
                 )
-        agreement.report(self.folder, self.rank, RankStatus(files, found.random))
+        agreement.write_status(
+            self.folder, self.rank, RankStatus(files, contents.random)
+        )
 
     def complete(self) -> None:
-        """The first rank's: writes the manifest and gives the folder its name."""
-        if not self.first:
+        """Writes the manifest and gives the folder its name, on the first rank."""
+        if not self.is_first:
             return
-        ranks = [agreement.take_status(self.folder, rank) for rank in range(self.size)]
-        write_manifest(self._derived(ranks), self.folder)
-        folders.appear(self.folder, self.path)
+        statuses = [agreement.take_status(self.folder, r) for r in range(self.size)]
+        write_manifest(self._derive_table(statuses), self.folder)
+        folders.publish(self.folder, self.path)
         if self.keep is not None:
-            finding.keep_newest(self.path, self.keep)
+            finding.delete_older(self.path, self.keep)
 
     def finish(self) -> None:
         """Writes the checkpoint, all ranks together."""
         try:
-            everywhere(self.at, self.write)
-            everywhere(self.at, self.complete)
+            everywhere(self.here, self.write)
+            everywhere(self.here, self.complete)
         except BaseException:
             self.abandon()
             raise
         self.release()
-        self._finished = True
+        self._is_finished = True
 
     def abandon(self) -> None:
-        """Nothing comes of it: what was written is removed, what was held let go."""
+        """Removes what was written, and unlocks the memory."""
         self.release()
-        if self.first:
+        if self.is_first:
             folders.discard(self.folder)
 
     # In the background
 
     def start(self) -> None:
-        """Continues in the background, or at once if ranks cannot send messages."""
-        if self.at is not None and self.size > 1:
-            if self.at.link.board is None:
+        """Continues in the background; at once if ranks cannot send messages."""
+        if self.here is not None and self.size > 1:
+            if self.here.link.board is None:
                 self.finish()
                 return
-            self.others = Others(self.at, self.path)
-        self._made = host_copies.ends_of(h.part for h in self.contents.tensors.values())
-        # A daemon: at the end Python waits for it no longer than _tell_at_exit does.
+            self.peers = SavePeers(self.here, self.path)
+        self._stream_ends = host_copies.ends_of(
+            h.part for h in self.contents.tensors.values()
+        )
+        # A daemon: Python would wait for another one before it calls `_wait_at_exit`.
         self.thread = Thread(target=self.run, name=f"save {self.path}", daemon=True)
         _IN_FLIGHT[self.rank] = self
-        atexit.unregister(_tell_at_exit)
-        atexit.register(_tell_at_exit)  # runs while ranks still receive messages
+        # The last to be registered runs first: while ranks still receive messages.
+        atexit.unregister(_wait_at_exit)
+        atexit.register(_wait_at_exit)
         self.thread.start()
 
     def done(self) -> bool:
-        """True once it is over, well or not; it never waits."""
+        """Returns whether it is over, well or not; it never waits."""
         if self.thread is not None and self.thread.is_alive():
             return False
-        over = self._finished or self.error is not None or self.first
-        return over or self.others is not None and bool(self.others.said())
+        is_over = self._is_finished or self.error is not None or self.is_first
+        # Another rank's is over when the first one has told it so.
+        return is_over or self.peers is not None and bool(self.peers.read_messages())
 
     def wait(self) -> None:
         """Returns when the checkpoint is complete.
@@ -157,81 +177,95 @@ class SaveTask:
             self.thread.join()
         if _IN_FLIGHT.get(self.rank) is self:
             del _IN_FLIGHT[self.rank]
-        others = None if self.first or self._finished else self.others
-        if self.error is None and others is not None:
-            self.error = attempt(others.wait)
-        self._finished = True
+        # On other ranks than the first: their parts are of use if all are complete.
+        peers = None if self.is_first or self._is_finished else self.peers
+        if self.error is None and peers is not None:
+            self.error = attempt(peers.wait)
+        self._is_finished = True
         if self.error is not None:
             raise self.error
 
     def run(self) -> None:
-        """The body of the thread."""
-        said, others = "", self.others
+        """Saves in the thread, and tells the other ranks how it went."""
+        failure, peers = "", self.peers
         try:
-            for end in self._made:  # the caller's streams still compute what is saved
+            # The caller's streams may still compute what is saved.
+            for end in self._stream_ends:
                 end.synchronize()
             self.write()
-            if self.first and others is not None:
-                others.wait()
+            if self.is_first and peers is not None:
+                peers.wait()
             self.complete()
         except BaseException as error:
             self.error = error
-            said = f"rank {self.rank} could not go on: {type(error).__name__}: {error}"
-        if others is not None:
-            others.tell(said)
-        if self.first and said:
-            if others is not None:  # what they write is removed once they are done
-                attempt(partial(others.wait, all_of_them=True))
+            cause = f"{type(error).__name__}: {error}"
+            failure = f"rank {self.rank} could not go on: {cause}"
+        if peers is not None:
+            peers.tell(failure)
+        if self.is_first and failure:
+            # Not before all ranks are done: one that writes late would raise that the
+            # folder is missing, and not what went wrong.
+            if peers is not None:
+                attempt(partial(peers.wait, all_of_them=True))
             folders.discard(self.folder)
         self.release()
-        # It may be kept for long.
-        self.contents, self._versions, self._made = Contents(), [], []
+        # The caller may keep the task for long, and the state must not live with it.
+        self.contents, self._versions, self._stream_ends = Contents(), [], []
 
     # What the first rank makes of all reports
 
-    def _derived(self, ranks: Sequence[RankStatus]) -> Stored:
-        """The table of what the ranks have written, by the headers of their files."""
+    def _derive_table(self, statuses: Sequence[RankStatus]) -> Stored:
+        """Derives the table from the headers of the files that ranks have written.
+
+        What the layouts say must be there is compared with it: so a file that is
+        damaged while it is written is never part of a checkpoint.
+        """
         contents = self.contents
-        due = Stored(
+        expected = Stored(
             self.folder,
             {
-                path: StoredTensor(h.layout.shape, h.part.dtype, (), path, h.own)
-                for path, h in contents.tensors.items()
+                path: StoredTensor(
+                    leaf.layout.shape, leaf.part.dtype, (), path, leaf.stacked_axes
+                )
+                for path, leaf in contents.tensors.items()
             },
             contents.values,
             self.metadata,
-            {} if self.at is None else dict(self.at.mesh.axes),
-            {name: file for rank in ranks for name, file in rank.files.items()},
-            together([rank.random for rank in ranks]),
+            {} if self.here is None else dict(self.here.mesh.axes),
+            {name: f for status in statuses for name, f in status.files.items()},
+            merge_generators([status.random for status in statuses]),
             VERSION,
         )
-        check_files(due, due.files)
-        headers = [header_at(self.folder / name) for name in due.files]
+        # Of files by their lengths only; what their headers say is compared below.
+        check_files(expected, expected.files)
+        headers = [read_header(self.folder / name) for name in expected.files]
         try:
-            found = tensors_in(headers, Said(said_of(due)))
-        except Wrong as error:
+            tensors = tensors_from(headers, JsonTable(extra_facts(expected)))
+        except InvalidTable as error:
             raise CheckpointError(
                 f"{self.path} was not written as it was to be: {error}"
             ) from error
-        for path, leaf in due.tensors.items():
-            written = found.get(path, leaf)
+        for path, leaf in expected.tensors.items():
+            written = tensors.get(path, leaf)
             if written._replace(chunks=()) != leaf or not written.is_whole:
                 raise CheckpointError(
                     f"the ranks' parts of {path!r} {leaf} do not make it up: every "
                     "rank must save the same tree, with the same layouts"
                 )
-        return replace(due, tensors={path: found[path] for path in due.tensors})
+        return replace(
+            expected, tensors={path: tensors[path] for path in expected.tensors}
+        )
 
 
-_IN_FLIGHT: dict[int, SaveTask] = {}  # by rank
+_IN_FLIGHT: dict[int, SaveTask] = {}  # by rank; simulated ranks share the process
 
 
-def in_flight(at: Here | None) -> SaveTask | None:
-    """The save that this rank has in flight."""
-    return _IN_FLIGHT.get(0 if at is None else at.rank)
+def in_flight(here: Here | None) -> SaveTask | None:
+    """Returns the save that this rank has in flight, if there is one."""
+    return _IN_FLIGHT.get(0 if here is None else here.rank)
 
 
-def _tell_at_exit() -> None:
+def _wait_at_exit() -> None:
     """Waits for saves in flight; prints errors that were not raised, and exits by 120.
 
     Python uses that status for output that cannot be written at exit.
@@ -241,13 +275,17 @@ def _tell_at_exit() -> None:
         if error is not None:
             print(f"fsfunc: {task.path} was not saved:", file=sys.stderr)
             traceback.print_exception(error)
-            sys.stdout = _Failing(sys.stdout)
+            sys.stdout = _FailingOutput(sys.stdout)
 
 
-class _Failing:
-    """An output that cannot be flushed as Python ends."""
+class _FailingOutput:
+    """An output that cannot be flushed as Python ends.
 
-    def __init__(self, stream: Any):
+    An exception in an atexit function leaves the exit status 0, which would tell the
+    launcher that all went well. A failed flush of stdout makes it 120.
+    """
+
+    def __init__(self, stream: TextIO | _FailingOutput):
         self._stream = stream
 
     def __getattr__(self, name: str) -> Any:
@@ -259,4 +297,6 @@ class _Failing:
             raise CheckpointError("a save in the background failed: exit status 120")
 
 
-os.register_at_fork(after_in_child=_IN_FLIGHT.clear)  # the parent's
+# The saves are the parent's: a child, such as a data loader's worker, has no thread of
+# theirs, and would wait for ever.
+os.register_at_fork(after_in_child=_IN_FLIGHT.clear)

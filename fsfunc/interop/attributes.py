@@ -1,4 +1,11 @@
-"""Attributes of a copied module, compared with what they were after each call."""
+"""Attributes of a copied module, compared after each call with what they were.
+
+A copy is borrowed by one call after another, so nothing that a forward sets may stay:
+`structures` restores the attributes after each call. Some changes are refused, as they
+would be lost where the user counts on them: a counter, or what a unit's copy does not
+see. Values of modules' dicts, and of lists and dicts that attributes hold, are
+remembered; tensors by their version.
+"""
 
 from __future__ import annotations
 
@@ -16,11 +23,11 @@ import torch
 from torch import Tensor, nn
 
 from fsfunc import _torch
-from fsfunc.interop.stubs import Absent, hook_tables
+from fsfunc.interop.stubs import AbsentTensor, all_hook_tables
 
 _CONTAINERS = frozenset((list, dict, set, deque, OrderedDict, defaultdict))
-_FIXED = (
-    Absent, tuple, frozenset, range, slice, torch.device, functools.partial,
+_IMMUTABLE = (
+    AbsentTensor, tuple, frozenset, range, slice, torch.device, functools.partial,
     types.MethodType,
 )  # fmt: skip
 
@@ -30,73 +37,86 @@ class Attributes:
 
     Args:
         module: the copy, its tables and stubs in place.
-        copied: all things that were copied with it.
+        copied: all objects that were copied with it.
         units: the paths of the units within it.
-        who: what messages call it.
+        title: what messages call it.
     """
 
     def __init__(
-        self, module: nn.Module, copied: list[Any], units: Collection[str], who: str
+        self, module: nn.Module, copied: list[Any], units: Collection[str], title: str
     ):
-        self._units, self._who = units, who
-        #: Whether there are things in it that cannot be put back as they were.
+        self._units, self._title = units, title
+        #: Whether something in it cannot be put back, so that nobody else may have it.
         self.is_closed = False
         self._modules = [(p, m, dict(vars(m))) for p, m in module.named_modules()]
-        ours, owned = {id(m) for _, m, _ in self._modules}, {id(x) for x in copied}
-        self._tensors: list[tuple[str, Tensor, int]] = []
-        found: dict[int, tuple[str, Any]] = {}
-        # Those of units first: what they share with others has their names.
-        around = lambda one: not self._is_in_unit(f"{one[0]}.")  # noqa: E731
-        for path, _, saved in sorted(self._modules, key=around):
+        # Both by id. What was not copied is shared by all copies, and left alone.
+        modules, copies = {id(m) for _, m, _ in self._modules}, {id(x) for x in copied}
+        self._tensors: list[tuple[str, Tensor, int]] = []  # path, tensor, version
+        containers: dict[int, tuple[str, Any]] = {}  # by id: path, and container
+        # Those of units first: what they share with others goes by their path.
+        is_around = lambda entry: not self._is_in_unit(f"{entry[0]}.")  # noqa: E731
+        for path, _, saved in sorted(self._modules, key=is_around):
             for name, x in saved.items():
-                if name not in _OWN:
-                    self._collect(_said(path, name), x, found, ours, owned)
-        self._in_units = [x for at, x in found.values() if self._is_in_unit(at)]
+                if name not in _MODULE_ATTRIBUTES:
+                    attribute = _join_path(path, name)
+                    self._collect(attribute, x, containers, modules, copies)
+        self._in_units = [
+            x for path, x in containers.values() if self._is_in_unit(path)
+        ]
         for path, m, saved in self._modules:
-            parts = saved["_modules"]
-            found[id(parts)] = _said(path, "_modules"), parts
-            found |= {id(table): ("", table) for table in hook_tables(m)}
-        self._things = [(at, x, copy.copy(x)) for at, x in found.values()]
+            children = saved["_modules"]
+            containers[id(children)] = _join_path(path, "_modules"), children
+            containers |= {id(table): ("", table) for table in all_hook_tables(m)}
+        self._containers = [(path, x, copy.copy(x)) for path, x in containers.values()]
         dicts = [vars(m) for _, m, _ in self._modules]
         self._before_units = _Snapshot(self._in_units)
-        self._all = _Snapshot([*dicts, *(x for _, x, _ in self._things)])
+        self._all = _Snapshot([*dicts, *(x for _, x, _ in self._containers)])
 
     def _collect(
-        self, at: str, x: Any, found: dict[int, Any], ours: set[int], owned: set[int]
+        self,
+        path: str,
+        x: Any,
+        containers: dict[int, tuple[str, Any]],
+        modules: set[int],
+        copies: set[int],
     ) -> None:
-        """Finds the mutable things in an attribute that were copied with the module."""
-        if id(x) in found or id(x) in ours or isinstance(x, Absent | type):
+        """Finds the containers and tensors in an attribute."""
+        if (
+            id(x) in containers
+            or id(x) in modules
+            or isinstance(x, AbsentTensor | type)
+        ):
             return
         inner: list[Any] = []
         if isinstance(x, Tensor):
             if not x.is_inference():
-                self._tensors.append((at, x, x._version))
+                self._tensors.append((path, x, x._version))
         elif isinstance(x, Mapping | list | tuple | set | frozenset | deque):
             inner = list(x.values() if isinstance(x, Mapping) else x)
             if type(x) in _CONTAINERS:
-                found[id(x)] = at, x
-        elif id(x) in owned and _is_plain(x):
+                containers[id(x)] = path, x
+        elif id(x) in copies and _is_plain(x):
             inner = [vars(x)]
-        elif id(x) in owned and not isinstance(x, _FIXED):
-            self.is_closed = True
+        elif id(x) in copies and not isinstance(x, _IMMUTABLE):
+            self.is_closed = True  # a random generator, say, whose state is hidden
         for y in inner:
-            self._collect(at, y, found, ours, owned)
+            self._collect(path, y, containers, modules, copies)
 
     def enter(self) -> None:
-        """A unit in it is called.
+        """Checks what a unit's own copy does not see, when the unit is called.
 
         Raises:
-            RuntimeError: things that units have copies of have been changed.
+            RuntimeError: a list or dict of the unit was changed from outside.
         """
-        if self._before_units.is_kept():
+        if self._before_units.is_unchanged():
             return
-        shared = {id(x) for x in self._in_units}
-        for at, x, before in self._things:
-            if id(x) in shared and not _same(x, before):
-                raise RuntimeError(self._outside(at))
+        in_units = {id(x) for x in self._in_units}
+        for path, x, before in self._containers:
+            if id(x) in in_units and not _same(x, before):
+                raise RuntimeError(self._outside_message(path))
 
-    def restored(self, mutable: bool) -> str | None:
-        """Restores all attributes.
+    def restore(self, mutable: bool) -> str | None:
+        """Restores all attributes after a call.
 
         Args:
             mutable: whether the call may leave changed attributes.
@@ -104,85 +124,95 @@ class Attributes:
         Returns:
             the reason why a changed attribute is refused, if it is.
         """
-        for at, x, version in self._tensors:
+        for path, x, version in self._tensors:
             if x._version != version:
-                self.is_closed = True
+                self.is_closed = True  # the old values are gone
                 return (
-                    f"{self._who} writes in place into {at!r}, which is no buffer: "
+                    f"{self._title} writes in place into {path!r}, which is no buffer: "
                     "register it as one, and apply(..., mutable=True) returns it"
                 )
-        if self._all.is_kept():
+        if self._all.is_unchanged():
             return None
-        return next(filter(None, [*self._changes(mutable)]), None)
+        # The list runs the iterator to its end: all is restored, whatever is refused.
+        return next(filter(None, [*self._undo_changes(mutable)]), None)
 
-    def _changes(self, mutable: bool) -> Iterator[str | None]:
-        for at, x, before in self._things:
+    def _undo_changes(self, mutable: bool) -> Iterator[str | None]:
+        """Undoes each change; yields why it is refused, or None."""
+        for path, x, before in self._containers:
             if not _same(x, before):
-                if at.endswith("_modules"):
-                    yield self._outside(at) if self._is_in_unit(at) else None
-                elif at and not (mutable or _holds_settings(x, before)):
-                    yield self._left(at)
+                if path.endswith("_modules"):
+                    yield (
+                        self._outside_message(path) if self._is_in_unit(path) else None
+                    )
+                # Hook tables have no path: hooks that a forward adds are dropped.
+                elif path and not (mutable or _holds_settings(x, before)):
+                    yield self._lost_message(path)
                 x.clear()
                 x.extend(before) if isinstance(x, list | deque) else x.update(before)
-        for path, m, saved in self._modules:
-            own, now = _torch.tables(m)[0], vars(m)
+        for module_path, m, saved in self._modules:
+            params, now = _torch.tables(m)[0], vars(m)
             for name, x in now.items():
                 old = saved.get(name)
-                if name in _OWN or x is old or _is_of_tensors(old):
+                if name in _MODULE_ATTRIBUTES or x is old or _is_of_tensors(old):
                     continue
-                at = _said(path, name)
-                if self._is_in_unit(at):
-                    yield self._outside(at)
-                elif f"{name}_orig" in own or f"{name}_v" in own:
+                path = _join_path(module_path, name)
+                if self._is_in_unit(path):
+                    yield self._outside_message(path)
+                elif f"{name}_orig" in params or f"{name}_v" in params:
                     continue  # weights that hooks compute are set anew in every call
                 elif not (mutable or _is_setting(x)):
-                    yield self._left(at)
+                    yield self._lost_message(path)
             now.clear()
             now.update(saved)
 
-    def _is_in_unit(self, at: str) -> bool:
-        return any(at.startswith(f"{unit}.") for unit in self._units)
+    def _is_in_unit(self, path: str) -> bool:
+        return any(path.startswith(f"{unit}.") for unit in self._units)
 
-    def _outside(self, at: str) -> str:
+    def _outside_message(self, path: str) -> str:
         return (
-            f"{self._who} sets {at} on a unit from outside, which the unit does not "
-            "see: pass it to the call, or make a unit of what is around both"
+            f"{self._title} sets {path} on a unit from outside, which the unit does "
+            "not see: pass it to the call, or make a unit of what is around both"
         )
 
-    def _left(self, at: str) -> str:
-        way = "" if self._who != "the module" else (
+    def _lost_message(self, path: str) -> str:
+        mutable_advice = "" if self._title != "the module" else (
             "; with mutable=True it is dropped after the call"
         )  # fmt: skip
         return (
-            f"{self._who} changes {at}, which is lost after the call: return it; or "
-            "make it a buffer (register_buffer), and apply(..., mutable=True) returns "
-            f"it{way}"
+            f"{self._title} changes {path}, which is lost after the call: return it; "
+            "or make it a buffer (register_buffer), and apply(..., mutable=True) "
+            f"returns it{mutable_advice}"
         )
 
 
 class _Snapshot:
-    """The values in some containers, compared by a few C functions."""
+    """The values in some containers, by identity.
+
+    They are compared in every call, so by a few C functions and not one by one.
+    """
 
     def __init__(self, containers: list[Any]):
         self._views = [x.values() if isinstance(x, dict) else x for x in containers]
         self._sizes = list(map(len, self._views))
         self._values = list(chain.from_iterable(self._views))
 
-    def is_kept(self) -> bool:
+    def is_unchanged(self) -> bool:
         return list(map(len, self._views)) == self._sizes and all(
             map(is_, chain.from_iterable(self._views), self._values)
         )
 
 
-_OWN = frozenset((*vars(nn.Module()), "_fsfunc")) - {"training"}
+# Attributes that every module has: torch's, and a unit stub's.
+_MODULE_ATTRIBUTES = frozenset((*vars(nn.Module()), "_fsfunc")) - {"training"}
 
 
 def _is_setting(x: Any) -> bool:
-    """True if a value says what to do, and does not count or keep anything."""
+    """Returns whether a value says what to do, and neither counts nor stores."""
     return x is None or isinstance(x, bool | str)
 
 
 def _holds_settings(x: Any, before: Any) -> bool:
+    """Returns whether only settings changed in a container."""
     if not isinstance(x, dict):
         return False
     changed = [y for k, y in x.items() if k not in before or before[k] is not y]
@@ -190,18 +220,18 @@ def _holds_settings(x: Any, before: Any) -> bool:
 
 
 def _is_of_tensors(x: Any) -> bool:
-    """True if a value is made of the module's tensors, anew in each call."""
+    """Returns whether a value is made of the module's tensors, anew in each call."""
     if isinstance(x, list):
         return any(map(_is_of_tensors, x))
-    return isinstance(x, Absent | weakref.ref)
+    return isinstance(x, AbsentTensor | weakref.ref)
 
 
-def _said(path: str, name: str) -> str:
+def _join_path(path: str, name: str) -> str:
     return f"{path}.{name}" if path else name
 
 
 def _is_plain(x: Any) -> bool:
-    """True if an object is its ``__dict__``, and no more."""
+    """Returns whether an object is its ``__dict__`` and no more, as far as it shows."""
     cls = type(x)
     return (
         hasattr(x, "__dict__")
@@ -212,6 +242,7 @@ def _is_plain(x: Any) -> bool:
 
 
 def _same(x: Any, before: Any) -> bool:
+    """Returns whether a container has the same objects, of a dict in the same order."""
     if isinstance(x, dict):
         return list(x) == list(before) and all(map(is_, x.values(), before.values()))
     return len(x) == len(before) and all(map(is_, x, before))

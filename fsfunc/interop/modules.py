@@ -1,4 +1,8 @@
-"""``from_module`` and ``to_module``: an nn.Module as a function, and back."""
+"""``from_module`` and ``to_module``: an nn.Module as a function, and back.
+
+``from_module`` takes the module's tensors out of it, selects its units, and makes a
+`Structure` of the rest, which ``apply`` calls with tensors of the caller.
+"""
 
 from __future__ import annotations
 
@@ -6,17 +10,17 @@ import copy
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeAlias
 
 from torch import Tensor, nn
 
 from fsfunc import _torch
 from fsfunc.comm.tracebacks import api_boundary
-from fsfunc.interop.layer_plans import planned
-from fsfunc.interop.module_tensors import computed, tensors_of
-from fsfunc.interop.patterns import Units, chosen, completed, own_plan
+from fsfunc.interop.layer_plans import make_plan
+from fsfunc.interop.module_tensors import collect_tensors, computed_tensors
+from fsfunc.interop.patterns import Units, complete_units, plan_of_model, select_units
 from fsfunc.interop.structures import Structure
-from fsfunc.interop.stubs import are_filled, opened
+from fsfunc.interop.stubs import check_no_hidden, may_fill_caches
 from fsfunc.sharded.leaf import is_sharded
 from fsfunc.tree.structure import nearest
 
@@ -126,16 +130,16 @@ def from_module(
     >>> y.shape, new["1.num_batches_tracked"], buffers["1.num_batches_tracked"]
     (torch.Size([4, 2]), tensor(1), tensor(0))
     """
-    tensors = tensors_of(module)
-    names = completed(module, chosen(module, units))
+    tensors = collect_tensors(module)
+    names = complete_units(module, select_units(module, units))
     if (plan is None) != (axis is None):
         raise TypeError(
             "plan= says which layers are split, and axis= over which axis of the mesh: "
             'give both, as in plan={"**.q_proj": "column"}, axis="model"'
         )
-    words: Any = own_plan(module) if plan == "auto" else plan or {}
-    split = planned(module, tensors, names, words, axis or "")
-    structure = Structure(module, tensors, names, split)
+    words: Any = plan_of_model(module) if plan == "auto" else plan or {}
+    layer_plan = make_plan(module, tensors, names, words, axis or "")
+    structure = Structure(module, tensors, names, layer_plan)
     params = {name: x.detach() for name, x in tensors.params.items()}
     buffers = {name: x.detach() for name, x in tensors.frozen.items()}
     buffers |= {name: x.detach() for name, x in tensors.buffers.items()}
@@ -147,37 +151,42 @@ def from_module(
     ) -> Any:
         _check("params", params, shapes[0])
         _check("buffers", buffers, shapes[1])
-        given = {**params, **{name: buffers[name] for name in frozen}}
-        with _rows_of_one(args, keywords):
-            out, changed = structure.call(given, buffers, args, keywords, mutable)
-        if not are_filled():
-            opened(out, "the module")
-        return (out, {**buffers, **changed}) if mutable else out
+        # Frozen parameters are among the buffers, as nothing is to differentiate,
+        # update or reduce them. The module reads them as its parameters.
+        all_params = {**params, **{name: buffers[name] for name in frozen}}
+        with _one_sequence_per_row(args, keywords):
+            out, written = structure.call(all_params, buffers, args, keywords, mutable)
+        if not may_fill_caches():
+            check_no_hidden(out, "the module")
+        return (out, {**buffers, **written}) if mutable else out
 
     apply.units = tuple(n or type(module).__name__ for n in names)  # type: ignore
-    apply.layouts = dict(split.layouts)  # type: ignore
+    apply.layouts = dict(layer_plan.layouts)  # type: ignore
     return apply, params, buffers
 
 
 @contextmanager
-def _rows_of_one(args: Any, keywords: Any) -> Iterator[None]:
-    """Inside, without data, transformers takes a row for one sequence.
+def _one_sequence_per_row(
+    args: tuple[Any, ...], keywords: Mapping[str, Any]
+) -> Iterator[None]:
+    """Lets transformers take each row for one sequence, in runs without data.
 
-    Of positions that its models count themselves each row is one; a real call reads
-    that off their values. Those that are given may begin anew within a row, and are
-    masked, which takes attention twice the time.
+    Its models look in positions for sequences that are packed into one row. Positions
+    that they count themselves have none, which a real call reads off their values. A
+    run without values would plan a mask, which takes attention twice the time.
+    Positions that the caller gives may begin anew within a row: these stay masked.
     """
     masks: Any = sys.modules.get("transformers.masking_utils")
-    finds = getattr(masks, "find_packed_sequence_indices", None)
-    counted = len(args) < 3 and keywords.get("position_ids") is None
-    if finds is None or not (counted and _torch.fake_active()):
+    find_packed = getattr(masks, "find_packed_sequence_indices", None)
+    are_counted = len(args) < 3 and keywords.get("position_ids") is None
+    if find_packed is None or not (are_counted and _torch.fake_active()):
         yield
         return
     masks.find_packed_sequence_indices = lambda position_ids: None
     try:
         yield
     finally:
-        masks.find_packed_sequence_indices = finds
+        masks.find_packed_sequence_indices = find_packed
 
 
 @api_boundary
@@ -209,17 +218,18 @@ def to_module(
     >>> bool((double.weight == 2 * model.weight).all())
     True
     """
-    tensors = tensors_of(module)
-    beside = tensors.frozen | tensors.buffers
+    tensors = collect_tensors(module)
+    module_buffers = tensors.frozen | tensors.buffers  # as from_module returns them
     _check("params", params, _shapes(tensors.params))
     if buffers is None:
-        buffers = beside
+        buffers = module_buffers
         if any(x.is_meta for x in buffers.values()):
             raise ValueError(
                 "the module is on 'meta', so that its buffers have no values: give "
                 "buffers= too"
             )
-    _check("buffers", buffers, _shapes(beside))
+    _check("buffers", buffers, _shapes(module_buffers))
+    # deepcopy takes what the memo has for an object as its copy.
     memo: dict[int, Any] = {}
     for name, old in tensors.all.items():
         new = (params if name in params else buffers)[name]
@@ -234,34 +244,35 @@ def to_module(
         else:
             x = nn.Parameter(x, requires_grad=old.requires_grad)
         memo[id(old)] = x
-    for _, x in computed(module):  # by the hooks of old: the next forward does again
+    # Computed by hooks of the old weights: the next forward computes them again.
+    for _, x in computed_tensors(module):
         memo.setdefault(id(x), x.detach().clone())
     return copy.deepcopy(module, memo)
 
 
-_Shapes = dict[str, tuple[int, ...]]
+_Shapes: TypeAlias = dict[str, tuple[int, ...]]
 
 
 def _shapes(tensors: Mapping[str, Tensor]) -> _Shapes:
     return {name: tuple(x.shape) for name, x in tensors.items()}
 
 
-def _check(what: str, given: Any, shapes: _Shapes) -> None:
-    """Raises where the names or the shapes are not the module's."""
-    if not isinstance(given, Mapping):
+def _check(title: str, tensors: Mapping[str, Tensor], shapes: _Shapes) -> None:
+    """Raises if the names or the shapes are not the module's."""
+    if not isinstance(tensors, Mapping):
         raise TypeError(
-            f"{what}: expected the dict of tensors by name that from_module returned, "
-            f"got {type(given).__name__}"
+            f"{title}: expected the dict of tensors by name that from_module returned, "
+            f"got {type(tensors).__name__}"
         )
-    if given.keys() != shapes.keys():
-        missing = [name for name in shapes if name not in given][:1]
-        further = [name for name in given if name not in shapes][:1]
-        said = [f"has no tensor {n!r} (near: {nearest(n, given)})" for n in missing]
-        said += [f"has, and the module has not, {name!r}" for name in further]
-        raise ValueError(f"{what} {' and '.join(said)}")
+    if tensors.keys() != shapes.keys():
+        missing = [name for name in shapes if name not in tensors][:1]
+        further = [name for name in tensors if name not in shapes][:1]
+        faults = [f"has no tensor {n!r} (near: {nearest(n, tensors)})" for n in missing]
+        faults += [f"has, and the module has not, {name!r}" for name in further]
+        raise ValueError(f"{title} {' and '.join(faults)}")
     for name, shape in shapes.items():
-        if given[name].shape != shape:
+        if tensors[name].shape != shape:
             raise ValueError(
-                f"{what}: {name!r} has shape {tuple(given[name].shape)}, and {shape} "
-                "in the module"
+                f"{title}: {name!r} has shape {tuple(tensors[name].shape)}, and "
+                f"{shape} in the module"
             )

@@ -1,19 +1,26 @@
-"""Selection of a module's parts: units by class, name, size; the words of a plan."""
+"""Selection of a module's parts: units by class, name or size, and a plan's layers.
+
+`from_module` calls this once. ``units=`` names modules (`select_units`), to which those
+are added that must be units too (`complete_units`). ``plan=`` maps patterns of names to
+words, such as "column", of which each layer gets one (`match_words`).
+"""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 from torch import nn
 
 from fsfunc import _torch
-from fsfunc.interop.split_layers import KINDS, check_experts
+from fsfunc.interop.split_layers import SPLIT_CLASSES, check_experts
 from fsfunc.tree.structure import matches, nearest
 
-Units = Any  # a class, a name, a pattern, a size, a predicate; or several
+# What names units: a class, a name or a pattern of names, a compiled regular
+# expression, a size, a predicate of (name, module); or any nesting of several.
+Units: TypeAlias = Any
 
 
 @dataclass(frozen=True, repr=False)
@@ -28,23 +35,23 @@ class BySize:
         return f"by_size({self.min_params})"
 
     def names(self, module: nn.Module) -> list[str]:
-        """The names of the units within ``module``."""
-        found: list[str] = []
-        self._visit("", module, found)
-        return found
+        """Returns the names of the units within ``module``."""
+        units: list[str] = []
+        self._visit("", module, units)
+        return units
 
-    def _visit(self, name: str, module: nn.Module, found: list[str]) -> int:
-        """The number of parameters of the units at and below ``module``."""
+    def _visit(self, name: str, module: nn.Module, units: list[str]) -> int:
+        """Adds the units at and below ``module``; returns their parameters' number."""
         count = sum(p.numel() for p in module.parameters())
         if count < self.min_params or isinstance(module, self.whole):
             return 0
-        taken = sum(
-            self._visit(f"{name}.{part}" if name else part, child, found)
+        in_units = sum(
+            self._visit(f"{name}.{part}" if name else part, child, units)
             for part, child in module.named_children()
         )
-        if count - taken < self.min_params or isinstance(module, self.through):
-            return taken
-        found.append(name)
+        if count - in_units < self.min_params or isinstance(module, self.through):
+            return in_units
+        units.append(name)
         return count
 
 
@@ -74,94 +81,102 @@ def by_size(
     return BySize(min_params, tuple(whole), tuple(through))
 
 
-def called(module: nn.Module) -> bool:
-    """True if a module has a forward: a ModuleList, for one, has none."""
+def has_forward(module: nn.Module) -> bool:
+    """Returns whether a module has a forward: a ModuleList, for one, has none."""
     return type(module).forward is not nn.Module.forward
 
 
-def chosen(module: nn.Module, units: Units) -> list[str]:
-    """The names of the modules that ``units`` means, each by its first name.
+def select_units(module: nn.Module, units: Units) -> list[str]:
+    """Returns the names of the modules that ``units`` means, each by its first name.
 
     Raises:
         ValueError: one of ``units`` matches nothing; the nearest are named.
         TypeError: one of them is nothing that could match.
     """
-    found: set[str] = set()
-    first = {id(m): name for name, m in module.named_modules()}
-    for one in _each(units):
-        names = _matching(module, one)
-        parts = {name: module.get_submodule(name) for name in names}
-        good = [first[id(m)] for m in parts.values() if called(m)]
-        if not good:
-            raise ValueError(_nothing(module, one, parts))
-        found.update(good)
-    return [name for name in first.values() if name in found]
+    selected: set[str] = set()
+    first_names = {id(m): name for name, m in module.named_modules()}
+    for selector in _each(units):
+        names = _matching(module, selector)
+        modules = {name: module.get_submodule(name) for name in names}
+        callable_names = [
+            first_names[id(m)] for m in modules.values() if has_forward(m)
+        ]
+        if not callable_names:
+            raise ValueError(_no_match_message(module, selector, modules))
+        selected.update(callable_names)
+    return [name for name in first_names.values() if name in selected]
 
 
-def _each(units: Units) -> Iterator[Any]:
+def _each(units: Units) -> Iterator[Units]:
+    """Yields the selectors one by one, of any nesting."""
     if isinstance(units, list | tuple | set | frozenset):
-        for one in units:
-            yield from _each(one)
+        for inner in units:
+            yield from _each(inner)
     elif units is not None:
         yield units
 
 
-def _matching(module: nn.Module, one: Any) -> list[str]:
-    if isinstance(one, int) and not isinstance(one, bool):
-        one = by_size(one)
-    if isinstance(one, BySize):
-        return one.names(module)
+def _matching(module: nn.Module, selector: Units) -> list[str]:
+    if isinstance(selector, int) and not isinstance(selector, bool):
+        selector = by_size(selector)
+    if isinstance(selector, BySize):
+        return selector.names(module)
     return [
         name
         for name, m in module.named_modules(remove_duplicate=False)
-        if _test(one)(name, m)
+        if _predicate(selector)(name, m)
     ]
 
 
-def _test(one: Any) -> Callable[[str, nn.Module], bool]:
-    if isinstance(one, type) and issubclass(one, nn.Module):
-        return lambda _, m: isinstance(m, one)
-    if isinstance(one, str):
-        return lambda name, _: _is_named(one, name)
-    if isinstance(one, re.Pattern):
-        return lambda name, _: one.fullmatch(name) is not None
-    if callable(one) and not isinstance(one, type):
-        return lambda name, m: bool(one(name, m))
+def _predicate(selector: Units) -> Callable[[str, nn.Module], bool]:
+    if isinstance(selector, type) and issubclass(selector, nn.Module):
+        return lambda _, m: isinstance(m, selector)
+    if isinstance(selector, str):
+        return lambda name, _: _is_named(selector, name)
+    if isinstance(selector, re.Pattern):
+        return lambda name, _: selector.fullmatch(name) is not None
+    if callable(selector) and not isinstance(selector, type):
+        return lambda name, m: bool(selector(name, m))
     raise TypeError(
-        f"units has {one!r}: it takes classes of modules, names such as "
+        f"units has {selector!r}: it takes classes of modules, names such as "
         '"model.layers.*", compiled regular expressions, sizes (ff.by_size(n) or n), '
         "predicates (name, module) -> bool, and lists of these"
     )
 
 
 def _is_named(pattern: str, name: str) -> bool:
-    """True if a pattern names a module; one that ends in ``**`` names those below.
+    """Returns whether a pattern names a module; with ``**`` at the end, one below.
 
     >>> [_is_named(p, "a") for p in ("*", "a.**", "**", "")], _is_named("*", "")
     ([True, False, True, False], False)
     """
     if not (name and pattern):
         return name == pattern
+    # `matches` lets "**" stand for no component too: "a.**" would name "a" itself.
     if pattern.split(".")[-1] == "**":
         pattern = f"{pattern[:-2]}*.**"
     return matches(pattern, name, ".")
 
 
-def _nothing(module: nn.Module, one: Any, parts: dict[str, nn.Module]) -> str:
-    """The message about a pattern that gives no unit."""
-    said = getattr(one, "__name__", repr(getattr(one, "pattern", one)))
-    if parts:
-        name, m = next(iter(parts.items()))
+def _no_match_message(
+    module: nn.Module, selector: Units, modules: dict[str, nn.Module]
+) -> str:
+    shown = getattr(selector, "__name__", repr(getattr(selector, "pattern", selector)))
+    if modules:
+        name, m = next(iter(modules.items()))
         return (
-            f"units: {said} matches {name!r}, a {type(m).__name__}, which is "
+            f"units: {shown} matches {name!r}, a {type(m).__name__}, which is "
             f'never called itself: "{name}.*" names its parts'
         )
-    names = {name: type(m).__name__ for name, m in module.named_modules() if called(m)}
-    near = nearest(said, [*sorted({*names.values()}), *filter(None, names)])
+    classes = {
+        name: type(m).__name__ for name, m in module.named_modules() if has_forward(m)
+    }
+    near = nearest(shown, [*sorted({*classes.values()}), *filter(None, classes)])
     count = sum(p.numel() for p in module.parameters())
-    return f"units: {said} matches nothing; there are {near}, of {count} parameters"
+    return f"units: {shown} matches nothing; there are {near}, of {count} parameters"
 
 
+# Modules that draw random numbers.
 _DRAWS = (
     nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout,
     nn.FeatureAlphaDropout, nn.RReLU,
@@ -172,38 +187,38 @@ def _draws(m: nn.Module) -> bool:
     return isinstance(m, _DRAWS) and m.training and getattr(m, "p", 1.0) > 0
 
 
-def completed(module: nn.Module, names: Sequence[str]) -> list[str]:
-    """``names``, and what must be a unit beside them.
+def complete_units(module: nn.Module, names: Sequence[str]) -> list[str]:
+    """Returns ``names`` and what must be a unit beside them, in the module's order.
 
-    Modules that have parameters of their own become units, and those that draw random
+    Modules with parameters of their own become units, and those that draw random
     numbers, as only units draw the same on every mesh. A module around units does not:
     its own parameters are read through small units of their own.
     """
     units = set(names)
-    above = {name[:i] for name in units for i, c in enumerate(name) if c == "."}
+    around_units = {name[:i] for name in units for i, c in enumerate(name) if c == "."}
     if units - {""}:
-        above.add("")
+        around_units.add("")
 
     def visit(name: str, m: nn.Module) -> None:
         if name in units:
             return
         params, _ = _torch.tables(m)
-        owns = any(p is not None for p in params.values())
-        below = [c for c in m.children() if any(True for _ in c.parameters())]
-        alone = name not in above and (name or not below)
-        if called(m) and (owns and alone or _draws(m)):
+        has_params = any(p is not None for p in params.values())
+        children = [c for c in m.children() if any(True for _ in c.parameters())]
+        may_be_unit = name not in around_units and (name or not children)
+        if has_forward(m) and (has_params and may_be_unit or _draws(m)):
             units.add(name)
             return
         for part, child in m.named_children():
             visit(f"{name}.{part}" if name else part, child)
 
     visit("", module)
-    first = [name for name, _ in module.named_modules()]
-    return [name for name in first if name in units]
+    all_names = [name for name, _ in module.named_modules()]
+    return [name for name in all_names if name in units]
 
 
-def own_plan(module: nn.Module) -> dict[str, str]:
-    """The plan that a model of transformers has of itself, in the words used here.
+def plan_of_model(module: nn.Module) -> dict[str, str]:
+    """Returns the plan that a model of transformers has, in the words used here.
 
     Raises:
         ValueError: it has none, or one with other words.
@@ -215,21 +230,22 @@ def own_plan(module: nn.Module) -> dict[str, str]:
             'models of transformers have: write one, {"**.q_proj": "column", ...}'
         )
     names = [name for name, _ in module.named_modules(remove_duplicate=False)]
-    found: dict[str, str] = {}
+    words: dict[str, str] = {}
     for pattern, word in plan.items():
         if not any(matches(pattern, name, ".") for name in names):
             continue  # parameters of experts, and layers of other configurations
-        if word not in _OTHER_WORDS:
+        if word not in _WORDS_OF_TRANSFORMERS:
             raise ValueError(
                 f'plan="auto": the plan of {type(module).__name__} has {pattern!r} as '
                 f"{word!r}, which has no counterpart: write a plan without it"
             )
-        if _OTHER_WORDS[word]:
-            found[pattern] = _OTHER_WORDS[word]
-    return found
+        if _WORDS_OF_TRANSFORMERS[word]:
+            words[pattern] = _WORDS_OF_TRANSFORMERS[word]
+    return words
 
 
-_OTHER_WORDS = {
+# By transformers' word the word used here; "" where there is nothing to do.
+_WORDS_OF_TRANSFORMERS = {
     "colwise": "column", "colwise_gather_output": "column_gathered", "rowwise": "row",
     "rowwise_split_input": "", "embedding_rowwise": "vocab",
     "replicated_with_grad_allreduce": "whole", "moe_tp_experts": "expert",
@@ -237,21 +253,21 @@ _OTHER_WORDS = {
 }  # fmt: skip
 
 
-def words_of(
+def match_words(
     module: nn.Module, plan: Mapping[str, str | tuple[str, str]], axis: str
 ) -> tuple[dict[str, str], dict[str, str]]:
-    """By the name of each layer that a plan names, its word and its axis.
+    """Returns, by the name of each layer that a plan names, its word and its axis.
 
     Raises:
-        TypeError, ValueError: those of a plan's words in `planned`.
+        TypeError, ValueError: those of a plan's words in `make_plan`.
     """
-    first = {id(m): name for name, m in module.named_modules()}
+    first_names = {id(m): name for name, m in module.named_modules()}
     every = [*module.named_modules(remove_duplicate=False)]
     words: dict[str, str] = {}
     axes: dict[str, str] = {}
-    by: dict[str, str] = {}
-    for pattern, said in plan.items():
-        names = [first[id(m)] for name, m in every if matches(pattern, name, ".")]
+    patterns: dict[str, str] = {}  # by layer, the pattern that named it
+    for pattern, entry in plan.items():
+        names = [first_names[id(m)] for name, m in every if matches(pattern, name, ".")]
         if not names:
             layers = [n for n, m in every if isinstance(m, nn.Linear | nn.Embedding)]
             raise ValueError(
@@ -259,26 +275,27 @@ def words_of(
                 f"{nearest(pattern, layers)}. '*' stands for one component of a name, "
                 "'**' for any number"
             )
-        word, over = (said, axis) if isinstance(said, str) else said
+        word, layer_axis = (entry, axis) if isinstance(entry, str) else entry
         for name in dict.fromkeys(names):
-            if name in by:
+            if name in patterns:
                 raise ValueError(
-                    f"plan: {by[name]!r} and {pattern!r} both match {name!r}: let one "
-                    "pattern name it"
+                    f"plan: {patterns[name]!r} and {pattern!r} both match {name!r}: "
+                    "let one pattern name it"
                 )
             _check_layer(name, module.get_submodule(name), word)
-            if over != axis and word != "expert":
+            if layer_axis != axis and word != "expert":
                 raise ValueError(
-                    f"plan: {name!r} is split over {over!r} and other layers over "
-                    f"{axis!r}: features go over one axis from layer to layer; "
+                    f"plan: {name!r} is split over {layer_axis!r} and other layers "
+                    f"over {axis!r}: features go over one axis from layer to layer; "
                     '"expert" alone takes an axis of its own'
                 )
-            by[name], words[name], axes[name] = pattern, word, over
+            patterns[name], words[name], axes[name] = pattern, word, layer_axis
     return words, axes
 
 
 def _check_layer(name: str, m: nn.Module, word: str) -> None:
-    known = sorted({*(known for known, _ in KINDS), "expert", "whole"})
+    """Raises if a module is none that a word of a plan is for."""
+    known = sorted({*(known for known, _ in SPLIT_CLASSES), "expert", "whole"})
     if word not in known:
         raise ValueError(
             f"plan: {name!r} is given {word!r}; a layer is {', '.join(known[:-1])} or "
@@ -292,19 +309,20 @@ def _check_layer(name: str, m: nn.Module, word: str) -> None:
             "modules in it that have"
         )
     elif word != "whole":
-        _check_kind(name, m, word)
+        _check_class(name, m, word)
 
 
-def _check_kind(name: str, m: nn.Module, word: str) -> None:
-    if (word, type(m)) not in KINDS:
-        kinds = sorted({cls.__name__ for known, cls in KINDS if known == word})
-        way = "" if type(m) in (nn.Linear, nn.Embedding) else (
+def _check_class(name: str, m: nn.Module, word: str) -> None:
+    # Exactly torch's classes: a subclass may compute something else in its forward.
+    if (word, type(m)) not in SPLIT_CLASSES:
+        classes = sorted({cls.__name__ for w, cls in SPLIT_CLASSES if w == word})
+        advice = "" if type(m) in (nn.Linear, nn.Embedding) else (
             ". Where its forward calls ff.nn.column_linear, row_linear or "
             "vocab_embedding on self.weight, layouts= alone splits it"
         )  # fmt: skip
         raise TypeError(
             f"plan: {name!r} is a {type(m).__module__}.{type(m).__qualname__}, and "
-            f"{word!r} splits torch.nn's own {' or '.join(kinds)}{way}"
+            f"{word!r} splits torch.nn's own {' or '.join(classes)}{advice}"
         )
     for option in ("sparse", "scale_grad_by_freq"):
         if getattr(m, option, False):

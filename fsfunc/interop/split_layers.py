@@ -1,9 +1,13 @@
 """torch's own layers with split weights, and experts that are spread over ranks.
 
-Each rank has features of its own between column and row layers. Whole values that are
-combined with these enter as each rank's own, so that their gradients are summed over
-the axis. Experts run the module's own forward, on the tokens that were sent to a rank's
-experts, each for one of them, with a weight of 1.
+A plan (`layer_plans`) puts these classes in place of a module's layers:
+
+    x, whole -> ColumnLinear -> this rank's features -> RowLinear -> y, summed, whole
+
+Between column and row layers each rank has features of its own. Whole values that are
+combined with these are cast to rank-local ones (`pcast`), so that their gradients are
+summed over the axis. Experts run the module's own forward on the tokens that were sent
+to a rank's experts: each token for one expert, with a weight of 1.
 """
 
 from __future__ import annotations
@@ -24,11 +28,12 @@ from fsfunc.comm.collectives import all_gather
 from fsfunc.comm.groups import axis_index, axis_size, get_group
 from fsfunc.comm.typed_maps import pcast
 from fsfunc.interop.split_shapes import Signature, is_object, run_shapes
-from fsfunc.interop.stubs import Absent
+from fsfunc.interop.stubs import AbsentTensor
 from fsfunc.nn.experts import expert_layer
 from fsfunc.nn.routing import route
 from fsfunc.nn.tensor_parallel import part_of, row_linear, vocab_embedding
 from fsfunc.sharded.leaf import is_sharded
+from fsfunc.tree.types import Leaf, PyTree
 
 
 class SplitFlow:
@@ -37,45 +42,54 @@ class SplitFlow:
     Args:
         params: the call's, by name.
         column: the name of a weight whose layout shows whether features are split.
-        meeting: the whole parameters that are combined with split values.
+        meets_split: the whole parameters that are combined with split values.
     """
 
     def __init__(
-        self, params: Mapping[str, Any], column: str | None, meeting: frozenset[str]
+        self,
+        params: Mapping[str, Leaf],
+        column: str | None,
+        meets_split: frozenset[str],
     ):
         weight: Any = None if column is None else params.get(column)
         splits = weight.layout.splits if is_sharded(weight) else ()
-        #: The axis over which features are split.
-        self.axis = splits[0].axis if splits else None
-        self._meeting = meeting
-        #: Which leaves of a module's output are made of a rank's features.
+        #: The axis over which features are split; None if they are not.
+        self.axis: str | None = splits[0].axis if splits else None
+        self._meets_split = meets_split
+        #: By the id of a `SplitModule` that runs, which leaves of its output are made
+        #: of a rank's features.
         self.withheld: dict[int, list[bool]] = {}
-        self._last: tuple[Tensor, Any, Tensor, int] | None = None
+        # The last input, the state it was in, its cast, and the version of that.
+        self._last: tuple[Tensor, tuple[int, bool, str], Tensor, int] | None = None
 
-    def read(self, name: str, x: Any) -> Any:
-        """A parameter that the unit reads: cast, where it meets parts."""
-        if self.axis is None or name not in self._meeting:
+    def read_param(self, name: str, x: Leaf) -> Leaf:
+        """Returns a parameter that the unit reads, cast if it meets split values."""
+        if self.axis is None or name not in self._meets_split:
             return x
         return pcast(x, self.axis, to="V")
 
-    def entered(self, x: Tensor, axis: str) -> Tensor:
-        """An input that meets split weights; once, for layers that are called in a row.
-
-        So what comes back to it is summed over the axis once.
-        """
-        if x.is_inference():  # no version tells whether it is what it was
+    def enter_split(self, x: Tensor, axis: str) -> Tensor:
+        """Returns an input that meets split weights, cast to a rank-local value."""
+        # An inference tensor has no version that tells whether it was written since.
+        if x.is_inference():
             return pcast(x, axis, to="V")
-        key = x._version, torch.is_grad_enabled(), axis
+        # Layers that follow each other on one input, such as queries, keys and values,
+        # share its cast: so what comes back to it is summed over the axis once.
+        state = x._version, torch.is_grad_enabled(), axis
         if self._last is not None:
-            given, known, y, version = self._last
-            if given is x and known == key and y._version == version:
+            last, last_state, y, version = self._last
+            if last is x and last_state == state and y._version == version:
                 return y
         y = pcast(x, axis, to="V")
-        self._last = x, key, y, y._version
+        self._last = x, state, y, y._version
         return y
 
     def check_returned(self) -> None:
-        """Raises RuntimeError where the unit returns what is made of split features."""
+        """Raises RuntimeError if the unit returns what is made of split features.
+
+        `SplitModule.leave` has removed the entries of modules within the unit: what is
+        left is of the unit itself, whose output nobody withheld.
+        """
         if any(map(any, self.withheld.values())):
             raise RuntimeError(
                 "plan: a unit returns what is made of split features, such as the "
@@ -85,14 +99,14 @@ class SplitFlow:
 
 
 class ColumnLinear(nn.Linear):
-    """Its output is this rank's features."""
+    """A Linear whose output is this rank's features."""
 
     def forward(self, input: Tensor) -> Tensor:
         return _column(self, input)[0]
 
 
 class GatheredLinear(nn.Linear):
-    """Its output is whole: the ranks' features beside each other."""
+    """A Linear whose output is whole: the ranks' features beside each other."""
 
     def forward(self, input: Tensor) -> Tensor:
         y, axis = _column(self, input)
@@ -100,7 +114,7 @@ class GatheredLinear(nn.Linear):
 
 
 class RowLinear(nn.Linear):
-    """Its input is this rank's features."""
+    """A Linear whose input is this rank's features."""
 
     def forward(self, input: Tensor) -> Tensor:
         weight: Any = _weight(self)
@@ -111,57 +125,64 @@ class RowLinear(nn.Linear):
 
 
 class VocabEmbedding(nn.Embedding):
-    """Its rows lie on the ranks."""
+    """An Embedding whose rows are spread over the ranks."""
 
     def forward(self, input: Tensor) -> Tensor:
         return vocab_embedding(_weight(self), input, padding_idx=self.padding_idx)
 
 
 class SplitExperts(nn.Module):
-    """Base that sends tokens to the ranks of their experts, and back."""
+    """A mixin for a stack of experts: it sends tokens to their ranks, and back."""
 
-    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Any):
+    def forward(
+        self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
+    ) -> Tensor:
         x, index, weights = hidden_states, top_k_index, top_k_weights
         leaves: dict[str, Any] = dict(self.named_parameters(recurse=False))
         leaf, forward = next(iter(leaves.values())), super().forward
         if not (is_sharded(leaf) and leaf.layout.splits):
             return forward(x, index, weights)
 
-        def ours(parts: dict[str, Tensor], rows: Tensor, ends: Tensor) -> Tensor:
-            at = torch.arange(len(rows), dtype=ends.dtype, device=rows.device)
-            one = torch.searchsorted(ends, at, right=True)
-            with _having(self, parts | {"num_experts": len(ends)}):
-                return forward(rows, one[:, None], weights.new_ones(len(rows), 1))
+        def run_local(parts: dict[str, Tensor], rows: Tensor, ends: Tensor) -> Tensor:
+            # Rows come sorted by expert, those of expert i before ends[i]. The module
+            # takes a token with several experts: here a row with one.
+            positions = torch.arange(len(rows), dtype=ends.dtype, device=rows.device)
+            expert = torch.searchsorted(ends, positions, right=True)
+            with _with_attributes(self, parts | {"num_experts": len(ends)}):
+                return forward(rows, expert[:, None], weights.new_ones(len(rows), 1))
 
-        def layer(x: Tensor, index: Tensor, weights: Tensor, used: Any) -> Tensor:
+        def run_layer(
+            x: Tensor, index: Tensor, weights: Tensor, used: Tensor | None
+        ) -> Tensor:
             routing = route(index, weights, leaf.layout.shape[0], used_token=used)
-            return expert_layer(x, routing, ours, leaves, grouped=True)
+            return expert_layer(x, routing, run_local, leaves, grouped=True)
 
-        where = get_group(leaf.layout.splits[0].axis)
-        if where.loss_is_mean:  # each rank has tokens of its own
-            return layer(x, index, weights, None)
-        # All have the same: each sends its share, and gets what was made of all.
-        axis, count = where.axis, len(x)
-        share = -(-count // where.size)
-        start, padding = axis_index(axis) * share, where.size * share - count
+        ranks = get_group(leaf.layout.splits[0].axis)
+        if ranks.loss_is_mean:  # an axis of the data: each rank has tokens of its own
+            return run_layer(x, index, weights, None)
+        # Otherwise all ranks have the same tokens. Each sends its share of them, padded
+        # to equal sizes, and gathers what was made of all.
+        axis, count = ranks.axis, len(x)
+        share = -(-count // ranks.size)
+        start, padding = axis_index(axis) * share, ranks.size * share - count
 
-        def mine(rows: Tensor) -> Tensor:
+        def take_share(rows: Tensor) -> Tensor:
             return F.pad(rows, (0, 0, 0, padding)).narrow(0, start, share)
 
         x, weights = pcast((x, weights), axis, to="V")
         used = start + torch.arange(share, device=x.device) < count
-        y = layer(mine(x), mine(index), mine(weights), used)
+        y = run_layer(take_share(x), take_share(index), take_share(weights), used)
         return all_gather(y, axis, dim=0, to="I")[:count]
 
 
 @cache
-def kind_of(cls: type[nn.Module]) -> type[nn.Module]:
-    """The class that runs in the place of a class of experts."""
+def split_class_of(cls: type[nn.Module]) -> type[nn.Module]:
+    """Returns the class that runs in place of a class of experts."""
     return type(f"Split{cls.__name__}", (SplitExperts, cls), {})
 
 
-# The word of a plan, and the class of the layer: the class that runs in its place.
-KINDS: dict[tuple[str, type], type[nn.Module]] = {
+# By the word of a plan and the class of the layer, the class that runs in its place.
+SPLIT_CLASSES: dict[tuple[str, type], type[nn.Module]] = {
     ("column", nn.Linear): ColumnLinear,
     ("column_gathered", nn.Linear): GatheredLinear,
     ("row", nn.Linear): RowLinear,
@@ -189,55 +210,63 @@ class SplitModule:
             for x, word in words.items()
             if x == name or x.startswith(within)
         }
-        self._seen: dict[Any, list[bool]] = {}
-        self._withheld = Absent(
+        # By signature and number of ranks, what its run on shapes told.
+        self._checked_calls: dict[tuple[Any, int], list[bool]] = {}
+        self._withheld = AbsentTensor(
             "what a module around split layers returns of a rank's own features, such "
             "as the attention of its heads (of a Hugging Face model: leave "
             "output_attentions out)"
         )
 
-    def __deepcopy__(self, _: Any) -> SplitModule:
+    def __deepcopy__(self, _: dict[int, Any]) -> SplitModule:
         return self  # one for all copies of the module
 
-    def enter(self, m: nn.Module, args: Any, keywords: Any) -> None:
-        """A hook before its forward: checks shapes."""
+    def enter(
+        self, m: nn.Module, args: tuple[Any, ...], keywords: dict[str, Any]
+    ) -> None:
+        """Checks the forward on shapes: a hook before it."""
         flow = _flow(m)
         if flow.axis is None or torch.compiler.is_compiling():
             return
-        given, ranks = Signature.of((args, keywords)), axis_size(flow.axis)
-        key = given.key, ranks
-        if key not in self._seen:
-            self._seen[key] = self._run(given, ranks)
-        flow.withheld[id(self)] = self._seen[key]
+        signature, ranks = Signature.of((args, keywords)), axis_size(flow.axis)
+        key = signature.key, ranks
+        if key not in self._checked_calls:
+            self._checked_calls[key] = self._check(signature, ranks)
+        flow.withheld[id(self)] = self._checked_calls[key]
 
-    def _run(self, given: Signature, ranks: int) -> list[bool]:
+    def _check(self, signature: Signature, ranks: int) -> list[bool]:
+        # What transforms do to values is not for this run, which has none.
         with (
             _torch.outside_modes(),
             _torch.outside_function_modes(),
             _torch.beneath_functorch(),
         ):
             module = copy.deepcopy(self._module)
-            return run_shapes(module, self._words, given, ranks)
+            return run_shapes(module, self._words, signature, ranks)
 
-    def leave(self, m: nn.Module, args: Any, out: Any) -> Any:
-        """A hook after its forward: what is made of a rank's features stays within."""
-        split = _flow(m).withheld.pop(id(self), [])
-        if not any(split):
+    def leave(self, m: nn.Module, args: tuple[Any, ...], out: PyTree) -> PyTree | None:
+        """Withholds outputs that are made of a rank's features: a hook after forward.
+
+        A placeholder takes their place, any use of which raises: they differ from rank
+        to rank, and the module around does not know that.
+        """
+        are_split = _flow(m).withheld.pop(id(self), [])
+        if not any(are_split):
             return None
         leaves, treedef = tree.flatten(out, is_leaf=is_object)
-        both = zip(leaves, split, strict=True)
-        kept = [self._withheld if is_part else x for x, is_part in both]
-        return tree.unflatten(treedef, kept)
+        pairs = zip(leaves, are_split, strict=True)
+        leaves = [self._withheld if is_split else x for x, is_split in pairs]
+        return tree.unflatten(treedef, leaves)
 
 
 def _flow(m: nn.Module) -> SplitFlow:
-    """The split features of the call that a module's copy runs in."""
+    """Returns the split features of the call that a module's copy runs in."""
     table: Any = _torch.tables(m)[0]
-    return table.tables.given.flow
+    return table.tables.current_call.flow
 
 
 def _weight(m: Any) -> Any:
-    """A layer's weight.
+    """Returns a layer's weight.
 
     Raises:
         ValueError: it is split over an axis along which each rank has its own rows.
@@ -254,67 +283,71 @@ def _weight(m: Any) -> Any:
 
 
 def _column(m: Any, x: Tensor) -> tuple[Tensor, str | None]:
-    """This rank's features, and the axis over which they are split."""
+    """Returns a layer's output, and the axis over which its features are split."""
     weight, bias = _weight(m), m.bias
     part, axis = part_of("column_linear", weight, (0,))
     if bias is not None:
         bias, _ = part_of("column_linear", bias, (0,), like=weight)
     if axis is not None:
-        x = _flow(m).entered(x, axis)
+        x = _flow(m).enter_split(x, axis)
     return F.linear(x, part, bias), axis
 
 
 def _check_input(weight: Any, x: Tensor) -> None:
-    wanted = weight.layout.shape[1] // weight.layout.splits[0].size
-    if x.shape[-1] != wanted:
+    expected = weight.layout.shape[1] // weight.layout.splits[0].size
+    if x.shape[-1] != expected:
         raise ValueError(
             f'plan: the "row" layer of {weight.name!r} is given {x.shape[-1]} features,'
-            f' and a rank has {wanted}: the layer before it must be "column"'
+            f' and a rank has {expected}: the layer before it must be "column"'
         )
 
 
-_TAKES = ["self", "hidden_states", "top_k_index", "top_k_weights"]
+# The parameters of forward in transformers' modules of experts.
+_EXPERTS_TAKE = ["self", "hidden_states", "top_k_index", "top_k_weights"]
 
 
 def are_experts(m: nn.Module) -> bool:
     """Returns whether a module is a stack of experts, by what its forward takes."""
-    return list(inspect.signature(type(m).forward).parameters) == _TAKES
+    return list(inspect.signature(type(m).forward).parameters) == _EXPERTS_TAKE
 
 
 def check_experts(name: str, m: nn.Module) -> None:
     """Raises unless a module is a stack of experts, as far as it shows."""
-    what = f'plan: {name!r} is "expert"'
+    claim = f'plan: {name!r} is "expert"'
     if not are_experts(m):
         takes = [*inspect.signature(type(m).forward).parameters][1:]
         raise TypeError(
-            f"{what}, and its forward takes {', '.join(takes)}: it "
-            f"must take {', '.join(_TAKES[1:])}, as experts of transformers do, and "
-            "return the sum over a token's experts of weight times what each makes of "
-            "it; in other modules call ff.nn.expert_layer"
+            f"{claim}, and its forward takes {', '.join(takes)}: it "
+            f"must take {', '.join(_EXPERTS_TAKE[1:])}, as experts of transformers "
+            "do, and return the sum over a token's experts of weight times what each "
+            "makes of it; in other modules call ff.nn.expert_layer"
         )
     shapes = {n: tuple(p.shape) for n, p in m.named_parameters(recurse=False)}
     if len({shape[:1] or None for shape in shapes.values()} | {None}) != 2:
-        said = ", ".join(f"{n} {shape}" for n, shape in shapes.items()) or "none"
+        params = ", ".join(f"{n} {shape}" for n, shape in shapes.items()) or "none"
         raise TypeError(
-            f"{what}, with one of each parameter along dim 0; it has {said}"
+            f"{claim}, with one of each parameter along dim 0; it has {params}"
         )
-    held = dict(m.named_parameters()) | dict(m.named_buffers())
-    if others := held.keys() - shapes.keys():
+    all_tensors = dict(m.named_parameters()) | dict(m.named_buffers())
+    if others := all_tensors.keys() - shapes.keys():
         raise TypeError(
-            f"{what}, and holds {min(others)!r}, of which a rank's experts would not "
+            f"{claim}, and holds {min(others)!r}, of which a rank's experts would not "
             "take their own part: leave it out of the plan"
         )
 
 
 @contextmanager
-def _having(m: nn.Module, attributes: Mapping[str, Any]) -> Iterator[None]:
-    """A module, for a while with other attributes, which stand before parameters."""
-    own = vars(m)
-    before = {name: own[name] for name in attributes if name in own}
-    own.update(attributes)
+def _with_attributes(m: nn.Module, attributes: Mapping[str, Any]) -> Iterator[None]:
+    """Gives a module other attributes for a while.
+
+    Python finds what is in its ``__dict__`` before torch looks among its parameters.
+    """
+    instance = vars(m)
+    before = {name: instance[name] for name in attributes if name in instance}
+    instance.update(attributes)
     try:
         yield
     finally:
         for name in attributes:
-            del own[name]
-        own.update(before)
+            del instance[name]
+        instance.update(before)

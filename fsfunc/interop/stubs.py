@@ -1,18 +1,22 @@
-"""Placeholders in a copied module: of tensors, and of units; what units are given.
+"""Placeholders in a copied module, for tensors and units; and what units are given.
 
-A unit runs on a copy of its own. A hook that a forward hangs on modules within a unit
-does not hang on that copy: what it would be given comes out of the unit, and it runs on
-that.
+`structures` copies a module without its tensors (`AbsentTensor` stands for each) and
+puts a call of a unit in place of the forward of each module that is one (`UnitStub`).
 
-A cache, of keys and values for one, fills as a module runs. With gradients it is left
-out, as under a checkpoint: a unit that runs again would fill it twice. Without, and
-where every unit runs here and once, it is handed through units as it is.
+A unit runs on a copy of its own. A hook that a forward registers on a module within a
+unit is not on that copy: what it would be given comes out of the unit (`record_calls`),
+and it runs on that afterwards (`run_late_hooks`).
+
+A cache, such as one of keys and values, fills as a module runs. With gradients it is
+left out, as under a checkpoint: a unit that runs again would fill it twice. Without,
+and where every unit runs here and once, it goes through units as it is
+(`wrap_objects`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, NoReturn, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -20,31 +24,40 @@ from torch import Tensor, nn
 from fsfunc import _torch, tree
 from fsfunc.core.frames import frame
 from fsfunc.sharded.leaf import is_sharded
+from fsfunc.tree.types import PyTree
+
+_Outer = TypeVar("_Outer")  # what a stub's call needs of the copy around it
 
 
-class Absent:
-    """Placeholder of a tensor; any use raises."""
+class AbsentTensor:
+    """A placeholder of a tensor; any use raises."""
 
     __slots__ = ("name", "shape", "dtype", "__weakref__")
 
-    def __init__(self, name: str, shape: Any = None, dtype: Any = None):
+    def __init__(
+        self,
+        name: str,
+        shape: tuple[int, ...] | None = None,
+        dtype: torch.dtype | None = None,
+    ):
         self.name, self.shape, self.dtype = name, shape, dtype
 
     def __repr__(self) -> str:
         return f"Absent({self.name!r})"
 
-    def __copy__(self) -> Absent:
+    def __copy__(self) -> AbsentTensor:
         return self
 
-    def __deepcopy__(self, _: Any) -> Absent:
+    def __deepcopy__(self, _: dict[int, Any]) -> AbsentTensor:
         return self
 
-    def __getattr__(self, attribute: str) -> Any:
+    def __getattr__(self, attribute: str) -> NoReturn:
+        # Protocols, such as copy's, ask for special names and take a no for an answer.
         if attribute.startswith("__"):
             raise AttributeError(attribute)
-        return self._refuse()
+        self._refuse()
 
-    def _refuse(self) -> Any:
+    def _refuse(self) -> NoReturn:
         raise RuntimeError(
             f"{self.name!r} is read where it is not, such as a parameter that is kept "
             "in a list: read it as the attribute that registers it"
@@ -52,167 +65,189 @@ class Absent:
 
     @classmethod
     def __torch_function__(
-        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        given = [*args, *(kwargs or {}).values()]
-        given += [y for x in given if isinstance(x, list | tuple) for y in x]
-        return next(x for x in given if isinstance(x, Absent))._refuse()
+        cls,
+        func: Callable[..., Any],
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> NoReturn:
+        values = [*args, *(kwargs or {}).values()]
+        # Of torch.cat and the like, in a list.
+        values += [y for x in values if isinstance(x, list | tuple) for y in x]
+        next(x for x in values if isinstance(x, AbsentTensor))._refuse()
 
 
-def _refusing(self: Absent, *_: Any) -> Any:
-    return self._refuse()
+def _refuse_operator(self: AbsentTensor, *_: Any) -> NoReturn:
+    self._refuse()
 
 
 for _name in (
     "add sub mul truediv matmul pow radd rsub rmul rtruediv rmatmul "
     "getitem setitem len iter neg bool float int"
 ).split():
-    setattr(Absent, f"__{_name}__", _refusing)
+    # Python looks operators up on the class, so `__getattr__` does not see them.
+    setattr(AbsentTensor, f"__{_name}__", _refuse_operator)
 
 
 class UnitStub:
-    """A unit in the place of whose forward a unit is called."""
+    """A mixin for a module that is a unit: its forward calls the unit."""
 
     def __init_subclass__(cls, **_: Any) -> None:
-        pass  # not for the base to know: this is no new kind of module
+        # A library may register subclasses of its modules: this is no new kind of one.
+        pass
 
     def forward(self, *args: Any, **keywords: Any) -> Any:
         call, outer = self.__dict__["_fsfunc"]
         return call(outer, self, args, keywords)
 
 
-_STUBS: dict[type, type] = {}
+_STUB_CLASSES: dict[type, type] = {}
 
 
-def make_stub(m: nn.Module, call: Callable[..., Any], outer: Any) -> None:
-    """Makes ``m``, a copy's module, call ``call`` in place of its forward.
+def make_stub(
+    m: nn.Module, call: Callable[[_Outer, nn.Module, Any, Any], Any], outer: _Outer
+) -> None:
+    """Makes ``m``, a module of a copy, run ``call(outer, m, args, keywords)``.
 
-    Its class becomes one of its own class's kind, so that ``isinstance`` goes on.
+    That takes the place of its forward. Its class becomes a subclass of its class, so
+    that ``isinstance`` says what it said.
     """
     cls = type(m)
-    if cls not in _STUBS:
-        named = {k: getattr(cls, k) for k in ("__module__", "__qualname__", "__doc__")}
-        make: Any = type(cls)
-        _STUBS[cls] = make(cls.__name__, (UnitStub, cls), named)
-    m.__class__ = _STUBS[cls]
+    if cls not in _STUB_CLASSES:
+        attributes = {
+            k: getattr(cls, k) for k in ("__module__", "__qualname__", "__doc__")
+        }
+        make_class: Any = type(cls)  # its metaclass
+        _STUB_CLASSES[cls] = make_class(cls.__name__, (UnitStub, cls), attributes)
+    m.__class__ = _STUB_CLASSES[cls]
     m.__dict__["_fsfunc"] = call, outer
     for hooks in _torch.hook_tables(m, before=True):
         hooks.clear()  # they run inside the unit: some compute its weights
 
 
-Hook = Callable[[nn.Module, Any, Any], Any]
-Seen = list[tuple[str, Any, Any]]  # which module, what it was given, what it returned
+Hook: TypeAlias = Callable[[nn.Module, Any, Any], Any]
+ModuleCalls: TypeAlias = list[tuple[str, Any, Any]]
+"""Calls of modules: the path of each, its inputs and its output."""
 
 
 class LateHooks:
-    """Forward hooks within a unit that were hung there as the module ran."""
+    """Forward hooks that were registered within a unit as the module ran."""
 
     def __init__(self, unit: nn.Module):
-        inner = [(path, hook_tables(m)) for path, m in unit.named_modules() if path]
-        self._known = [(path, t, [set(x) for x in t]) for path, t in inner]
+        inner = [(path, all_hook_tables(m)) for path, m in unit.named_modules() if path]
+        self._known_keys = [(path, t, [set(x) for x in t]) for path, t in inner]
         self._tables = [table for _, tables in inner for table in tables]
         self._sizes = list(map(len, self._tables))
 
-    def found(self) -> dict[str, list[Hook]]:
-        """The hooks, by the path of the module on which they hang.
+    def find_added(self) -> dict[str, list[Hook]]:
+        """Returns the hooks, by the path of the module that they are registered on.
 
         Raises:
             RuntimeError: hooks of another kind, that the unit alone could run.
         """
-        found: dict[str, list[Hook]] = {}
+        added: dict[str, list[Hook]] = {}
+        # The usual case, at the cost of some lengths in every call.
         if list(map(len, self._tables)) == self._sizes:
-            return found
-        for path, tables, known in self._known:
-            after, *others = (
-                [hook for key, hook in table.items() if key not in before]
-                for table, before in zip(tables, known, strict=True)
+            return added
+        for path, tables, known_keys in self._known_keys:
+            forward_hooks, *other_hooks = (
+                [hook for key, hook in table.items() if key not in known]
+                for table, known in zip(tables, known_keys, strict=True)
             )
-            if any(others):
+            if any(other_hooks):
                 raise RuntimeError(
                     f"the module hangs a hook on {path!r} within a unit as it runs, "
                     "which the unit alone could run: hang it there before from_module, "
                     "or make a unit of what is around both"
                 )
-            if after:
-                found[path] = after
-        return found
+            if forward_hooks:
+                added[path] = forward_hooks
+        return added
 
 
-def hook_tables(m: nn.Module) -> list[dict[Any, Any]]:
-    """The tables of a module's hooks: that of plain forward hooks first."""
+def all_hook_tables(m: nn.Module) -> list[dict[int, Callable[..., Any]]]:
+    """Returns the tables of a module's hooks: that of plain forward hooks first."""
     return [x for b in (False, True) for x in _torch.hook_tables(m, before=b)]
 
 
-def shown_by(m: nn.Module, paths: Sequence[str]) -> Seen:
-    """A list that fills as the modules of these paths run."""
-    seen: Seen = []
+def record_calls(m: nn.Module, paths: Sequence[str]) -> ModuleCalls:
+    """Returns a list that fills with the calls of the modules at these paths."""
+    calls: ModuleCalls = []
     for path in paths:
 
-        def note(_: Any, given: Any, out: Any, path: str = path) -> None:
-            seen.append((path, given, out))
+        def record(_: nn.Module, inputs: Any, output: Any, path: str = path) -> None:
+            calls.append((path, inputs, output))
 
-        m.get_submodule(path).register_forward_hook(note)
-    return seen
+        m.get_submodule(path).register_forward_hook(record)
+    return calls
 
 
-def run_late(m: nn.Module, hooks: Sequence[Hook], given: Any, out: Any) -> None:
-    """Runs hooks on what a module was given and returned, somewhere else.
+def run_late_hooks(
+    m: nn.Module, hooks: Sequence[Hook], inputs: Any, output: Any
+) -> None:
+    """Runs hooks on what a module was given and returned on a unit's copy.
 
     Raises:
-        RuntimeError: one changes what the module returned, which has gone on since.
+        RuntimeError: one changes the output, which the unit has used by then.
     """
     for hook in hooks:
-        if hook(m, given, out) is not None:
+        if hook(m, inputs, output) is not None:
             raise RuntimeError(
                 f"a hook that was hung on a {type(m).__name__} within a unit, as the "
                 "module ran, changes what it returns: hang it there before from_module"
             )
 
 
-def opened(values: Any, who: str) -> bool:
-    """Looks for tensors that are held out of sight.
+def check_no_hidden(values: PyTree, title: str) -> bool:
+    """Raises if an object in a tree hides tensors, and returns whether one may.
+
+    A transform does not see these tensors: it would neither move nor differentiate
+    them.
 
     Returns:
-        whether there are objects that hold none as yet, and may.
+        whether there are objects that hide none as yet, and may later.
 
     Raises:
-        TypeError: an object holds tensors that no tree shows: a cache of keys and
-            values, for one, which a second run of the unit would fill twice.
+        TypeError: an object holds tensors that no tree shows. A cache of keys and
+            values is one, which a second run of the unit would fill twice.
     """
     if type(values) is Tensor:
         return False
     parts = _PARTS if isinstance(values, tuple) and len(values) == 2 else ()
     try:
-        found = tree.shown(values, who, "is given, or gives,", parts, is_sharded)
+        leaves = tree.shown(values, title, "is given, or gives,", parts, is_sharded)
     except TypeError as error:
         raise TypeError(
             f"{error}. A cache that a model fills, of keys and values, works under "
             "torch.no_grad() alone: leave use_cache at its default, or False"
         ) from error
-    return not tree.are_shown(found)
+    return not tree.are_shown(leaves)
 
 
 _PARTS = ("args", "keywords")
 
 
-def are_filled() -> bool:
-    """True if a cache may be filled: no unit that is called now will run again."""
+def may_fill_caches() -> bool:
+    """Returns whether a cache may be filled: no unit called now will run again."""
     f = frame()
-    noted = f.tracer is not None and not f.tracer.fills
-    again = noted or f.staged or _torch.functorch_active()
-    return not (again or torch.is_grad_enabled())
+    is_traced = f.tracer is not None and not f.tracer.fills
+    may_run_again = is_traced or f.staged or _torch.functorch_active()
+    return not (may_run_again or torch.is_grad_enabled())
 
 
-def without_caches(things: Iterable[Any]) -> None:
-    """Turns the cache off in the settings of a module; a call may turn it on."""
-    for x in things:
+def turn_off_caches(objects: Iterable[Any]) -> None:
+    """Turns off the cache in a module's settings; a call may ask for it again."""
+    for x in objects:
         settings = getattr(x, "__dict__", {})
         if settings.get("use_cache") is True:
             settings["use_cache"] = False
 
 
-class _Handed:
-    """An object that goes through a unit as it is, whatever it holds."""
+class _WrappedObject:
+    """An object that goes through a unit as it is, whatever it holds.
+
+    Functions may hide tensors (`tree.shown`), so this is one that returns the object.
+    """
 
     __slots__ = ("object",)
 
@@ -223,19 +258,21 @@ class _Handed:
         return self.object
 
 
-def handed(values: Any) -> Any:
-    """``values``, with objects that are no trees in a hand each."""
+def wrap_objects(values: PyTree) -> PyTree:
+    """Wraps leaves that may hide tensors, which then go through a unit as they are."""
     leaves, treedef = tree.flatten(values, is_leaf=is_sharded)
     if tree.are_shown(leaves):
         return values
-    leaves = [x if tree.are_shown([x]) else _Handed(x) for x in leaves]
+    leaves = [
+        leaf if tree.are_shown([leaf]) else _WrappedObject(leaf) for leaf in leaves
+    ]
     return tree.unflatten(treedef, leaves)
 
 
-def taken(values: Any) -> Any:
-    """Undoes :func:`handed`."""
+def unwrap_objects(values: PyTree) -> PyTree:
+    """Undoes :func:`wrap_objects`."""
     leaves, treedef = tree.flatten(values, is_leaf=is_sharded)
-    if not any(type(x) is _Handed for x in leaves):
+    if not any(type(leaf) is _WrappedObject for leaf in leaves):
         return values
-    leaves = [x() if type(x) is _Handed else x for x in leaves]
+    leaves = [leaf() if type(leaf) is _WrappedObject else leaf for leaf in leaves]
     return tree.unflatten(treedef, leaves)

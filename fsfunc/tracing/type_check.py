@@ -567,7 +567,7 @@ class _Exchange:
         where: the ranks; None: nothing is exchanged.
 
     Attributes:
-        differences = differing_lines(lines, where)
+        failed: whether the exchange has raised. That is no error of the step: another
             rank has failed, or a signal came in the wait, and the mesh is closed.
     """
 
@@ -579,9 +579,9 @@ class _Exchange:
         if where is None or where.link.notes is not None:
             return {}
         self.failed = True
-        differing_lines = differing_lines(lines, where)
+        differences = differing_lines(lines, where)
         self.failed = False
-        return differing_lines
+        return differences
 
 
 UNCHECKED = (

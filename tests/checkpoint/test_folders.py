@@ -8,7 +8,7 @@ import torch
 
 import fsfunc as ff
 from fsfunc.checkpoint import folders
-from fsfunc.checkpoint.folders import own_name
+from fsfunc.checkpoint.folders import unique_name
 from fsfunc.checkpoint.stored import CheckpointError
 from tests.checkpoint.trees import PAIR, on
 from tests.checks import same
@@ -230,7 +230,7 @@ def test_keep_deletes_nothing_where_saving_fails(tmp_path, monkeypatch):
 
 def left_by(process, host=None, number=0):
     """A name that a process took."""
-    return f"{host or own_name()[:8]}{process:08x}{number:016x}"
+    return f"{host or unique_name()[:8]}{process:08x}{number:016x}"
 
 
 DEAD = 1 << 22  # no process has such a number
@@ -364,14 +364,14 @@ def test_a_rank_that_finds_nothing_is_heard_by_all(tmp_path):
 
 def test_of_two_that_save_one_path_the_second_raises(tmp_path, monkeypatch):
     """Each writes into a folder of its own."""
-    appear, other = folders.appear, {"w": STATE["w"] + 1}
+    publish, other = folders.publish, {"w": STATE["w"] + 1}
 
     def late(folder, path):
-        monkeypatch.setattr(folders, "appear", appear)
+        monkeypatch.setattr(folders, "publish", publish)
         ff.save(path, other)
-        appear(folder, path)
+        publish(folder, path)
 
-    monkeypatch.setattr(folders, "appear", late)
+    monkeypatch.setattr(folders, "publish", late)
     with pytest.raises(FileExistsError, match="step-1 exists"):
         ff.save(tmp_path / "step-1", STATE)
     assert names(tmp_path) == ["step-1"]
@@ -393,14 +393,14 @@ def test_a_checkpoint_of_which_a_file_went_missing_gets_no_name(tmp_path, monkey
 
 
 def test_what_is_being_saved_is_not_taken_for_remains(tmp_path, monkeypatch):
-    appear = folders.appear
+    publish = folders.publish
 
     def look(folder, path):
-        monkeypatch.setattr(folders, "appear", appear)
+        monkeypatch.setattr(folders, "publish", publish)
         ff.save(tmp_path / "step-2", STATE)
         assert folder.exists()
-        appear(folder, path)
+        publish(folder, path)
 
-    monkeypatch.setattr(folders, "appear", look)
+    monkeypatch.setattr(folders, "publish", look)
     ff.save(tmp_path / "step-1", STATE)
     assert names(tmp_path) == ["step-1", "step-2"]

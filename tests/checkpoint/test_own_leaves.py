@@ -81,7 +81,11 @@ def test_a_run_goes_on_bit_by_bit_with_what_is_each_ranks_own(tmp_path, donated,
 
 
 def own_of(path):
-    return {p: dict(x.own) for p, x in ff.metadata(path).tensors.items() if x.own}
+    return {
+        p: dict(x.stacked_axes)
+        for p, x in ff.metadata(path).tensors.items()
+        if x.stacked_axes
+    }
 
 
 # Any leaf, own along any axes

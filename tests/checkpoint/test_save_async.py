@@ -12,7 +12,7 @@ import torch
 
 import fsfunc as ff
 from fsfunc.checkpoint import safetensors
-from fsfunc.checkpoint.agreement import Others
+from fsfunc.checkpoint.agreement import SavePeers
 from fsfunc.checkpoint.stored import CheckpointError
 from fsfunc.checkpoint.tasks import in_flight
 from fsfunc.comm.mesh import here
@@ -361,7 +361,7 @@ def test_a_silent_rank_is_waited_for_in_moderation(tmp_path, state, timeout, sav
     board, mesh = Board(), SimpleNamespace(size=3)
     board.missing = lambda ranks: dict.fromkeys(ranks, state)
     link = SimpleNamespace(board=board, timeout=timeout)
-    others = Others(SimpleNamespace(link=link, rank=0, mesh=mesh), tmp_path / "a")
+    others = SavePeers(SimpleNamespace(link=link, rank=0, mesh=mesh), tmp_path / "a")
     board.put(Message("save", 1, 1))
     late = threading.Timer(2.0, board.put, (Message("save", 2, 1),))
     late.start()
@@ -389,7 +389,7 @@ def test_a_fork_has_nothing_in_flight(tmp_path, gate):
 
 ENDS = """
 import sys, torch, fsfunc as ff
-from fsfunc.checkpoint import safetensors
+from fsfunc.checkpoint import ___
 if sys.argv[2] == "fails":
     def broken(*_):
         raise OSError(28, "No space left on device")

@@ -71,7 +71,7 @@ def test_a_save_in_the_background_writes_what_the_callers_stream_makes(tmp_path,
     assert torch.equal(
         ff.load(tmp_path / "a", {"x": torch.zeros(5)})["x"], torch.full((5,), 7.0)
     )
-    assert not task._made  # a kept task keeps no events
+    assert not task._stream_ends  # a kept task keeps no events
 
 
 @pytest.mark.parametrize("donate", [False, True])

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import fsfunc as ff
-from fsfunc.checkpoint.folders import own_name
+from fsfunc.checkpoint.folders import unique_name
 from tests.checkpoint.trees import PAIR, on
 from tests.checks import same
 
@@ -180,8 +180,8 @@ def test_nothing_is_written_over(run, what, monkeypatch):
 
 def test_what_a_killed_consolidation_left_is_removed_and_a_living_ones_is_not(run):
     ff.save(run / "a", W)
-    ours = f".x.saving-{own_name()[:8]}{os.getppid():08x}{0:016x}"  # which lives
-    dead = f".x.saving-{own_name()[:8]}{1 << 22:08x}{secrets.token_hex(8)}"
+    ours = f".x.saving-{unique_name()[:8]}{os.getppid():08x}{0:016x}"  # which lives
+    dead = f".x.saving-{unique_name()[:8]}{1 << 22:08x}{secrets.token_hex(8)}"
     other = f".x.saving-{0:032x}"  # of another host
     for name in (
         ours,
@@ -218,6 +218,6 @@ def test_remains_with_something_of_the_users_give_it_back(run):
     """A deletion that was killed, of a checkpoint in which there were notes."""
     ff.save(run / "step-1", W)
     (run / "step-1" / "notes.txt").write_text("mine")
-    (run / "step-1").rename(run / f".step-1.deleting-{own_name()}")
+    (run / "step-1").rename(run / f".step-1.deleting-{unique_name()}")
     ff.save(run / "step-2", W)
     assert everything(run / "step-1") == {str(run / "step-1" / "notes.txt"): b"mine"}

@@ -73,11 +73,11 @@ class Statistics(nn.Module):
 @pytest.fixture(params=["near", "far"])
 def asked(request, monkeypatch):
     """The questions for which one waits; with "far", where tensors are on a device."""
-    found, ask = [], call_tensors._answers
+    found, ask = [], call_tensors._read_flags
     said = lambda x: found.append(len(x)) or ask(x)  # noqa: E731
-    monkeypatch.setattr(call_tensors, "_answers", said)
+    monkeypatch.setattr(call_tensors, "_read_flags", said)
     if request.param == "far":
-        monkeypatch.setattr(call_tensors, "_on_host", lambda x: False)
+        monkeypatch.setattr(call_tensors, "_is_on_host", lambda x: False)
     return found
 
 

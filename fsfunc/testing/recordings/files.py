@@ -14,15 +14,21 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fsfunc.checkpoint.folders import appear, begin_saving, discard, entries, own_name
+from fsfunc.checkpoint.folders import (
+    begin_saving,
+    discard,
+    list_folder,
+    publish,
+    unique_name,
+)
 from fsfunc.checkpoint.headers import (
     SAFE_DTYPES,
     Entry,
     check_files,
-    header_at,
-    header_of,
+    fill_checksums,
+    make_header,
+    read_header,
     seal,
-    with_sums,
 )
 from fsfunc.checkpoint.reading import read, requests
 from fsfunc.checkpoint.safetensors import write_file
@@ -48,7 +54,7 @@ def path_of(folder: Path, rank: int, call: int) -> Path:
 
 def recorded_calls(folder: Path, rank: int | None = None) -> list[CallFile]:
     """Lists the complete recordings in a folder (of a rank), the oldest first."""
-    names = [_NAME.fullmatch(path.name) for path in entries(folder)]
+    names = [_NAME.fullmatch(path.name) for path in list_folder(folder)]
     found = [
         CallFile(int(name[2]), int(name[1]), folder / name[0]) for name in names if name
     ]
@@ -67,11 +73,11 @@ def write_call(path: Path, said: Mapping[str, Any], tensors: Mapping[str, Tensor
     order = sorted(safe.items(), key=lambda item: -item[1].dtype.itemsize)
     held = [Entry(n, x.dtype, tuple(x.shape), lambda x=x: x) for n, x in order]
     ours = {"recording": VERSION, "kinds": kinds, **said}
-    head = header_of(held, seal(ours, sum(e.nbytes for e in held)))
-    part = begin_saving(path, own_name())
+    head = make_header(held, seal(ours, sum(e.nbytes for e in held)))
+    part = begin_saving(path, unique_name())
     try:
-        write_file(part, head, held, lambda sums: with_sums(head, sums))
-        appear(part, path)
+        write_file(part, head, held, lambda sums: fill_checksums(head, sums))
+        publish(part, path)
     except BaseException:
         discard(part)
         raise
@@ -88,8 +94,8 @@ def read_call(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     Raises:
         CheckpointError: it is damaged, or no recording that this library can read.
     """
-    head = header_at(path)
-    if head.ours.get("recording") != VERSION:
+    head = read_header(path)
+    if head.sealed.get("recording") != VERSION:
         raise CheckpointError(
             f"{path} is no recording of version {VERSION}: ff.testing.recorded(folder) "
             "writes one"
@@ -105,8 +111,8 @@ def read_call(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
         x = found[name] = torch.empty(leaf.shape, dtype=leaf.dtype, device="cpu")
         wanted += requests(leaf, Box((0,) * x.ndim, leaf.shape, 0), x)
     read(stored, wanted)
-    for name, (dtype, shape) in head.ours["kinds"].items():
+    for name, (dtype, shape) in head.sealed["kinds"].items():
         x = found[name]
         if str(x.dtype) != f"torch.{dtype}":
             found[name] = x.view(getattr(torch, dtype)).view(shape)
-    return dict(head.ours), found
+    return dict(head.sealed), found
