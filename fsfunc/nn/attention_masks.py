@@ -16,11 +16,7 @@ import torch
 from torch import Tensor
 
 from fsfunc.nn.numerics import sum_dtype
-from fsfunc.nn.sequence_order import Block, SequenceCut
-
-Limit = int | Tensor | None
-"""A bound on a distance; None: no bound; a tensor where it differs by rank on a mesh
-made of ``vmap``."""
+from fsfunc.nn.sequence_order import Block, Limit, SequenceCut
 
 HIDDEN_SCORE = -1e30  # within the range of fp32 and of bfloat16
 
@@ -169,7 +165,7 @@ def _rank_positions(rank: int | Tensor, cut: SequenceCut, like: Tensor) -> Tenso
     """Returns the positions, in the whole sequence, of what a rank holds."""
     positions = torch.arange(cut.length, device=like.device)
     parts = [cut.place(rank, part) for part in range(cut.parts)]
-    return torch.cat([positions + place * cut.length for place in parts])
+    return torch.cat([positions + part * cut.length for part in parts])
 
 
 def _take_part(x: Tensor, dim: int, index: int | Tensor, parts: int) -> Tensor:
