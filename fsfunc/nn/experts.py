@@ -26,7 +26,7 @@ from fsfunc.comm.collective_ops import claim_own
 from fsfunc.comm.collectives import all_to_all
 from fsfunc.comm.groups import axis_size
 from fsfunc.nn.routing import Routing, check_rows, dropless, placed, weighed
-from fsfunc.nn.tensor_parallel import part_of
+from fsfunc.nn.tensor_parallel import local_part
 from fsfunc.sharded.leaf import is_sharded
 
 
@@ -94,7 +94,7 @@ def expert_layer(
     leaves, treedef = tree.flatten(params, is_sharded)
     for i, leaf in enumerate(leaves):
         if is_sharded(leaf):  # it knows its axis: one program on one device and on many
-            leaves[i], axis = part_of("expert_layer", leaf, (0,), axis=axis)
+            leaves[i], axis = local_part("expert_layer", leaf, (0,), axis=axis)
     tokens = x.reshape(-1, x.shape[-1])
     here = _checked("expert_layer", tokens, routing, axis)
     claim_own(tokens, axis, "expert_layer")

@@ -30,7 +30,7 @@ from fsfunc.comm.collective_ops import claim_own
 from fsfunc.comm.collectives import psum
 from fsfunc.comm.groups import axis_size
 from fsfunc.nn.numerics import clamp_at_zero, sum_dtype
-from fsfunc.nn.tensor_parallel import ParamLeaf, part_of
+from fsfunc.nn.tensor_parallel import ParamLeaf, local_part
 
 
 class ShiftedSums(NamedTuple):
@@ -201,7 +201,7 @@ def _local_params(
         if leaf is None:
             parts.append(None)
             continue
-        part, axis = part_of(layer, leaf, (0,), axis=axis)
+        part, axis = local_part(layer, leaf, (0,), axis=axis)
         parts.append(part)
         if part.shape != (features,):
             raise ValueError(
