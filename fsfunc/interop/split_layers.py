@@ -27,7 +27,7 @@ from fsfunc.interop.split_shapes import Signature, is_object, run_shapes
 from fsfunc.interop.stubs import Absent
 from fsfunc.nn.experts import expert_layer
 from fsfunc.nn.routing import route
-from fsfunc.nn.tensor_parallel import part_of, row_linear, vocab_embedding
+from fsfunc.nn.tensor_parallel import local_part, row_linear, vocab_embedding
 from fsfunc.sharded.leaf import is_sharded
 
 
@@ -256,9 +256,9 @@ def _weight(m: Any) -> Any:
 def _column(m: Any, x: Tensor) -> tuple[Tensor, str | None]:
     """This rank's features, and the axis over which they are split."""
     weight, bias = _weight(m), m.bias
-    part, axis = part_of("column_linear", weight, (0,))
+    part, axis = local_part("column_linear", weight, (0,))
     if bias is not None:
-        bias, _ = part_of("column_linear", bias, (0,), like=weight)
+        bias, _ = local_part("column_linear", bias, (0,), like=weight)
     if axis is not None:
         x = _flow(m).entered(x, axis)
     return F.linear(x, part, bias), axis

@@ -47,7 +47,7 @@ class Visible(NamedTuple):
         """Whether query r sees keys 0 to r."""
         # A tensor (see ``Limit``) has no value to compare, so the class is asked first.
         least, *others = self
-        return least.__class__ is int and least == 0 and all(x is None for x in others)
+        return least.__class__ is int and least == 0 and all(x is None for x in others)  # type: ignore
 
     def tile(self, rows: slice, keys: slice) -> Visible:
         """Returns the same for some of the queries and some of the keys."""
@@ -164,8 +164,8 @@ class Masks(NamedTuple):
 def _rank_positions(rank: int | Tensor, cut: SequenceCut, like: Tensor) -> Tensor:
     """Returns the positions, in the whole sequence, of what a rank holds."""
     positions = torch.arange(cut.length, device=like.device)
-    parts = [cut.place(rank, part) for part in range(cut.parts)]
-    return torch.cat([positions + part * cut.length for part in parts])
+    numbers = [cut.part_number(rank, part) for part in range(cut.parts)]  # type: ignore
+    return torch.cat([positions + number * cut.length for number in numbers])
 
 
 def _take_part(x: Tensor, dim: int, index: int | Tensor, parts: int) -> Tensor:

@@ -223,7 +223,8 @@ class _Ring(torch.autograd.Function):
         mask: Tensor | None,
         ring: Ring,
     ) -> tuple[Tensor, Tensor]:
-        qs, attended = q.chunk(ring.parts, 2), [None] * ring.parts
+        qs = q.chunk(ring.parts, 2)
+        attended: list[Any] = [None] * ring.parts
         masks = Masks(documents, mask)
         for step, parts in _steps_with_keys(Heads(q, k, v), ring):
             for block in ring_blocks(step, ring.index, ring.cut):

@@ -16,7 +16,7 @@ is masked as a whole is not computed, and a part is sent only to ranks that see 
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -228,8 +228,8 @@ class Block(NamedTuple):
         least, most: limits of the distance.
     """
 
-    rows: int | Tensor
-    part: int | Tensor
+    rows: Any  # an int; a tensor where it differs by rank and the graph may not
+    part: Any
     least: Limit = None
     most: Limit = None
 

@@ -152,10 +152,8 @@ def torch_batch_norm(
         tensors |= {"running_mean": running.mean, "running_var": running.var}
     # torch's kernels take statistics and weights in one dtype, fp32 for half inputs.
     tensors = {name: value.to(sum_dtype(x)) for name, value in tensors.items()}
-    no_statistics = {"running_mean": None, "running_var": None}
-    return F.batch_norm(
-        x, **(no_statistics | tensors), training=running is None, eps=eps
-    )  # type: ignore
+    absent = {"running_mean": None, "running_var": None}
+    return F.batch_norm(x, **(absent | tensors), training=running is None, eps=eps)  # type: ignore
 
 
 def check_channel_shapes(

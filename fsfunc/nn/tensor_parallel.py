@@ -254,7 +254,7 @@ def local_part(
         splits = leaf.layout.splits
     leaf_axis = splits[0].axis if splits else None
     like_splits = like.layout.splits if isinstance(like, Sharded) else ()
-    # Three ways to be laid out wrongly; the message has one advice for each.
+    # Three ways to be laid out wrongly.
     wrong_dims = len(splits) > 1 or any(split.dim not in dims for split in splits)
     wrong_axis = like is not None and leaf_axis != (
         like_splits[0].axis if like_splits else None
@@ -273,8 +273,8 @@ def local_part(
         if n % split.size:
             multiple = n // split.size * split.size
             raise ValueError(
-                f"{layer}: {_describe_layout(leaf)}: the axis does not divide {n}: pad it to "
-                f"{multiple + split.size}"
+                f"{layer}: {_describe_layout(leaf)}: the axis does not divide {n}: pad "
+                f"it to {multiple + split.size}"
                 + (f", or cut it to {multiple}" if multiple else "")
             )
     return (leaf.local, leaf_axis) if isinstance(leaf, Sharded) else (leaf, axis)
@@ -312,7 +312,7 @@ def _check_whole(bias: ParamLeaf | None) -> None:
         )
 
 
-def _describe_layout(leaf: ParamLeaf) -> str:
+def _describe_layout(leaf: ParamLeaf | None) -> str:
     return str(leaf.layout) if isinstance(leaf, Sharded) else "a whole tensor"
 
 
