@@ -49,7 +49,7 @@ from fsfunc.nn.sequence_order import (
 Arrival = Callable[[], Tensor] | None
 """Waits for a tensor under way, and returns it. None: nothing comes."""
 
-Part = Sequence[Tensor]  # keys and values of one part
+KeysAndValues = Sequence[Tensor]  # keys and values of one part
 
 
 @dataclass(frozen=True)
@@ -130,7 +130,7 @@ def attention(x: Heads, masks: Masks, ring: Ring, recompute: bool = True) -> Ten
 
 def _steps_with_keys(
     x: Heads, ring: Ring
-) -> Iterator[tuple[int, Sequence[Part | None]]]:
+) -> Iterator[tuple[int, Sequence[KeysAndValues | None]]]:
     """Yields each step with the parts of keys and values that this rank then has.
 
     The next step's are under way meanwhile. A part that comes to no rank is None.
@@ -309,7 +309,7 @@ def _pull_back_ring(
 def _pull_back_step(
     step: int,
     query_parts: list[tuple[Tensor, ...]],
-    parts: Sequence[Part | None],
+    parts: Sequence[KeysAndValues | None],
     dqs: list[Tensor | None],
     masks: Masks,
     ring: Ring,

@@ -196,7 +196,7 @@ def place_rows(x: Tensor, slots: Tensor, kept: Tensor, size: int) -> Tensor:
 
     >>> slots, kept = torch.tensor([[2, 0], [1, 1]]), torch.tensor([[True, True]] * 2)
     >>> kept[1, 1] = False
-    >>> placed(torch.tensor([[5.0], [7.0]]), slots, kept, 3).flatten().tolist()
+    >>> place_rows(torch.tensor([[5.0], [7.0]]), slots, kept, 3).flatten().tolist()
     [5.0, 7.0, 5.0]
     """
     copies = x.unsqueeze(1).expand(*slots.shape, x.shape[-1]).flatten(0, 1)

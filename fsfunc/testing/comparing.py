@@ -65,8 +65,8 @@ def find_difference(
     tree.check_same_structure(expected, actual)
     names, leaves, _ = tree.flatten_with_paths(actual)
     for path, x, y in zip(names, leaves, tree.leaves(expected), strict=True):
-        if (leaf_difference := _compare_leaves(path, x, y, tolerance)) is not None:
-            return leaf_difference
+        if (difference := _compare_leaves(path, x, y, tolerance)) is not None:
+            return difference
     return None
 
 
@@ -171,11 +171,12 @@ def assert_equal(found: PyTree, expected: PyTree, tolerance: float = 0.0) -> Non
       expected 4.0
       found 2.0
     """
-    leaf_difference = find_difference(found, expected, tolerance)
-    if leaf_difference is not None:
+    difference = find_difference(found, expected, tolerance)
+    if difference is not None:
         raise AssertionError(
-            f"{leaf_difference.message}\n  expected {leaf_difference.describe_element(leaf_difference.expected)}\n"
-            f"  found {leaf_difference.describe_element(leaf_difference.actual)}"
+            f"{difference.message}\n"
+            f"  expected {difference.describe_element(difference.expected)}\n"
+            f"  found {difference.describe_element(difference.actual)}"
         )
 
 
