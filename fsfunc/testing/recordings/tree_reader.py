@@ -66,9 +66,9 @@ class TreeReader:
         kind, *content = node
         if kind in ("dict", "OrderedDict"):
             rebuilt = {"dict": dict, "OrderedDict": OrderedDict}[kind]()
-            for row, child in content[0]:
-                if (key := from_json(row)) is UNSTORABLE:
-                    raise _not_stored_error(row["odd"])
+            for key_json, child in content[0]:
+                if (key := from_json(key_json)) is UNSTORABLE:
+                    raise _not_stored_error(key_json["odd"])
                 rebuilt[key] = self.tree(child)
             return rebuilt
         if kind in ("list", "tuple"):
