@@ -593,7 +593,7 @@ def test_objects_are_those_of_the_arguments_that_are_given():
 PROGRAM = """
 import json, sys
 import fsfunc as ff
-from fsfunc.testing.recordings.keeping import CallRecorder, sums_of
+from fsfunc.testing.recordings.keeping import CallRecorder, leaf_checksums
 from tests.models import floats, layers
 from tests.testing.test_recordings import OPTIMIZER, pipelined, sharded
 
@@ -609,14 +609,14 @@ state = ff.init_state(step, lambda: layers(2, make=floats), OPTIMIZER, x)
 with ff.testing.recorded(f"{folder}/sharded"):
     for _ in range(3):
         state, metrics = step(state, x)
-say("sharded", sums_of((state, metrics)))
+say("sharded", leaf_checksums((state, metrics)))
 
 gloo = ff.make_mesh({"data": 2}, shared_memory=False)
 step = pipelined(gloo)
 state = ff.init_state(step, lambda: layers(2, make=floats), OPTIMIZER, floats(8, 4))
 with ff.testing.recorded(f"{folder}/pipelined"):
     state, metrics = step(state, floats(8, 4))
-say("pipelined", sums_of((state, metrics)))
+say("pipelined", leaf_checksums((state, metrics)))
 
 step = ff.testing.finite(sharded(mesh))
 state = ff.init_state(step, lambda: layers(2, make=floats), OPTIMIZER, x)
