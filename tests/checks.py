@@ -10,7 +10,7 @@ import torch
 import fsfunc as ff
 from fsfunc import tree
 from fsfunc.testing import assert_equal
-from fsfunc.testing.comparing import held
+from fsfunc.testing.comparing import copy_tensors as held
 
 # Equal trees
 

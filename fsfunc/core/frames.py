@@ -216,8 +216,8 @@ class Replaced:
 class Compiler(Protocol):
     """What ``jit`` puts into a frame: it compiles unit calls, or a whole step.
 
-    ``of`` returns the function to run for a unit call; ``means`` says whether it is
-    compiled, and ``parts`` whether the compiler also decides what its backward is
+    ``of`` returns the function to run for a unit call; ``compiles`` says whether it is
+    compiled, and ``partitions_call`` whether the compiler also decides what its backward is
     given. ``update`` returns an optimizer's update, compiled once for tensors of any
     size.
 
@@ -230,8 +230,8 @@ class Compiler(Protocol):
     whole: bool
 
     def of(self, call: UnitCall) -> Callable[..., Any]: ...
-    def means(self, call: UnitCall) -> bool: ...
-    def parts(self, call: UnitCall) -> bool: ...
+    def compiles(self, call: UnitCall) -> bool: ...
+    def partitions_call(self, call: UnitCall) -> bool: ...
     def update(self, rule: Any, make: Callable[[], Any], name: str) -> Any: ...
 
 

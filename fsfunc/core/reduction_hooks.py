@@ -111,7 +111,7 @@ class BufferCall(Protocol):
 
     name: str
     micro: tuple[tuple[int, int], ...]
-    summed_here: bool
+    summed_by_runtime: bool
 
     @property
     def shard(self) -> FlatShard | None: ...

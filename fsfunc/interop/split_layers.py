@@ -31,7 +31,7 @@ from fsfunc.interop.split_shapes import Signature, is_object, run_shapes
 from fsfunc.interop.stubs import AbsentTensor
 from fsfunc.nn.experts import expert_layer
 from fsfunc.nn.routing import route
-from fsfunc.nn.tensor_parallel import part_of, row_linear, vocab_embedding
+from fsfunc.nn.tensor_parallel import local_part, row_linear, vocab_embedding
 from fsfunc.sharded.leaf import is_sharded
 from fsfunc.tree.types import Leaf, PyTree
 
@@ -285,9 +285,9 @@ def _weight(m: Any) -> Any:
 def _column(m: Any, x: Tensor) -> tuple[Tensor, str | None]:
     """Returns a layer's output, and the axis over which its features are split."""
     weight, bias = _weight(m), m.bias
-    part, axis = part_of("column_linear", weight, (0,))
+    part, axis = local_part("column_linear", weight, (0,))
     if bias is not None:
-        bias, _ = part_of("column_linear", bias, (0,), like=weight)
+        bias, _ = local_part("column_linear", bias, (0,), like=weight)
     if axis is not None:
         x = _flow(m).enter_split(x, axis)
     return F.linear(x, part, bias), axis

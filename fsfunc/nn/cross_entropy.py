@@ -1,21 +1,24 @@
 """Cross-entropy of logits over a vocabulary that may be split over ranks.
 
-Each rank computes the sums of the loss (see ``token_losses``) over its part of the
-vocabulary: no rank has all logits. ``linear_cross_entropy`` has not even a rank's own
-all at once.
+Each rank computes the sums of the loss (see ``token_losses.py``) over its part of the
+vocabulary, so no rank has all logits. Each of the sums has two forms here: by plain
+operators, which have all derivatives and work under ``vmap``, and in place, block by
+block, which autograd's first derivative uses. ``Tiles`` is for
+``tiled_cross_entropy.py``, which never has all of a rank's logits at once either.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from fsfunc import _torch
 from fsfunc.comm.collective_ops import claim_rank_local
-from fsfunc.nn.numerics import wide, without_autocast
+from fsfunc.nn.numerics import sum_dtype, without_autocast
 from fsfunc.nn.token_losses import Targets, TokenLoss
 
 
@@ -29,7 +32,7 @@ def vocab_cross_entropy(
     z_loss: float = 0.0,
     reduction: str = "mean",
 ) -> Tensor:
-    """The cross-entropy of ``targets`` under logits that are split over ``axis``.
+    """Computes the cross-entropy of ``targets`` under logits split over ``axis``.
 
     It is what ``F.cross_entropy`` gives for the whole logits, and with a z-loss
     ``z_loss * logsumexp(logits)^2`` more for every token. It holds under autograd and
@@ -56,8 +59,8 @@ def vocab_cross_entropy(
         TypeError: targets that are not integers, logits that are.
 
     Cost: b bytes a number of N tokens (4, or 8 in fp64): all-reduces of b N (the
-    maximum) and 2 b N (3 b N with smoothing), backward nothing. Kept: the logits
-    themselves; beside them forward 2^20 at a time (2^25 off the CPU) in the dtype of
+    maximum) and 2 b N (3 b N with smoothing), backward nothing. Saved: the logits
+    themselves. Beside them forward 2^20 at a time (2^25 off the CPU) in the dtype of
     the result, and backward their gradient too.
 
     Source: Shoeybi et al., 2019, section 3 (the split); Szegedy et al., 2016, section 7
@@ -67,136 +70,160 @@ def vocab_cross_entropy(
     >>> import fsfunc as ff
     >>> mesh = ff.make_mesh({"model": 2}, "simulated")
     >>> def main():
-    ...     mine = torch.zeros(1, 2)  # of a vocabulary of 4
-    ...     return vocab_cross_entropy(mine, torch.tensor([3]), "model").exp().item()
+    ...     logits = torch.zeros(1, 2)  # of a vocabulary of 4
+    ...     return vocab_cross_entropy(logits, torch.tensor([3]), "model").exp().item()
     >>> [round(x, 4) for x in ff.spmd(main, mesh)()]
     [4.0, 4.0]
     """
-    what = "vocab_cross_entropy"
-    loss = TokenLoss.checked(
-        what, logits.shape[-1], axis, label_smoothing, z_loss, reduction
+    layer = "vocab_cross_entropy"
+    loss = TokenLoss.from_arguments(
+        layer, logits.shape[-1], axis, label_smoothing, z_loss, reduction
     )
-    own = Targets.checked(what, targets, logits.shape[:-1], loss, ignore_index)
-    claim_rank_local(logits, axis, what)
-    if is_transformed():
-        z = logits.to(wide(logits))
-        sums = row_sums(z, own, loss.smooth)
+    local_targets = Targets.locate(
+        layer, targets, logits.shape[:-1], loss, ignore_index
+    )
+    claim_rank_local(logits, axis, layer)
+    if under_vmap_or_forward_ad():
+        z = logits.to(sum_dtype(logits))
+        sums = row_sums(z, local_targets, loss.needs_total)
     else:
-        sums = _sums(logits, own, loss.smooth)
-    return loss.reduced(loss.of(loss.joined(sums)), own.kept)
+        sums = _row_sums_of_any_shape(logits, local_targets, loss.needs_total)
+    return loss.reduce(loss.loss_of(loss.join_over_ranks(sums)), local_targets.counted)
 
 
-def is_transformed() -> bool:
-    """True under ``vmap`` or forward mode, which see plain operators alone."""
+def under_vmap_or_forward_ad() -> bool:
+    """Returns whether ``vmap`` or forward mode is active.
+
+    Neither sees into an autograd Function nor through writes in place, so there the
+    sums are computed by plain operators.
+    """
     return _torch.forward_ad_active() or bool(_torch.mapping_levels())
 
 
-def row_sums(z: Tensor, own: Targets, smooth: bool) -> tuple[Tensor, ...]:
-    """The sums over each row of logits, by plain operators, which modes can see."""
+def row_sums(z: Tensor, targets: Targets, needs_total: bool) -> tuple[Tensor, ...]:
+    """Computes the sums over each row of logits by plain operators."""
     # A rank whose classes are all masked has a logsumexp of -inf, without a derivative.
-    dead = z.detach().amax(-1) == -torch.inf
-    lse = torch.logsumexp(torch.where(dead.unsqueeze(-1), 0, z), -1)
-    lse = torch.where(dead, -torch.inf, lse)
-    target = z.gather(-1, own.at.unsqueeze(-1)).squeeze(-1)
-    target = torch.where(own.mine, target, 0)
-    return (lse, target, z.sum(-1)) if smooth else (lse, target)
+    all_masked = z.detach().amax(-1) == -torch.inf
+    lse = torch.logsumexp(torch.where(all_masked.unsqueeze(-1), 0, z), -1)
+    lse = torch.where(all_masked, -torch.inf, lse)
+    target_logit = z.gather(-1, targets.index.unsqueeze(-1)).squeeze(-1)
+    target_logit = torch.where(targets.is_local, target_logit, 0)
+    return (lse, target_logit, z.sum(-1)) if needs_total else (lse, target_logit)
 
 
-def cuts(n: int, step: int) -> list[slice]:
-    """``n`` rows, ``step`` at a time: one slice at least."""
-    return [slice(i, min(i + step, n)) for i in range(0, max(n, 1), step)]
+def row_slices(n: int, rows: int) -> list[slice]:
+    """Cuts ``n`` rows into slices of at most ``rows``; of 0 rows it makes one slice."""
+    return [slice(i, min(i + rows, n)) for i in range(0, max(n, 1), rows)]
 
 
-def _blocks(z: Tensor) -> list[slice]:
-    """Rows that are gone over several times: as many at a time as a cache holds."""
-    block = 2**20 if z.device.type == "cpu" else 2**25
-    return cuts(z.shape[0], max(1, block // z.shape[1]))
+def _cached_blocks(z: Tensor) -> list[slice]:
+    """Cuts rows into blocks of logits that fit a cache: each is read several times."""
+    logits_a_block = 2**20 if z.device.type == "cpu" else 2**25
+    return row_slices(z.shape[0], max(1, logits_a_block // z.shape[1]))
 
 
-def exponentiated(
-    z: Tensor, own: Targets, smooth: bool
+def exponentiate(
+    z: Tensor, targets: Targets, needs_total: bool
 ) -> tuple[tuple[Tensor, ...], Tensor]:
-    """The row's sums and largest logit; ``z`` becomes exp(z - largest), in place."""
-    target = z.gather(-1, own.at.unsqueeze(-1)).squeeze(-1)
-    sums = (torch.where(own.mine, target, 0),)
-    if smooth:
+    """Returns each row's sums and largest logit; ``z`` becomes exp(z - largest)."""
+    target_logit = z.gather(-1, targets.index.unsqueeze(-1)).squeeze(-1)
+    sums = (torch.where(targets.is_local, target_logit, 0),)
+    if needs_total:
         sums = (*sums, z.sum(-1))
-    top = z.amax(-1).clamp(min=torch.finfo(z.dtype).min)  # -inf - -inf would be NaN
-    z.sub_(top.unsqueeze(-1)).exp_()
-    return (top + z.sum(-1).log(), *sums), top
+    largest = z.amax(-1).clamp(min=torch.finfo(z.dtype).min)  # -inf - -inf would be NaN
+    z.sub_(largest.unsqueeze(-1)).exp_()
+    return (largest + z.sum(-1).log(), *sums), largest
 
 
-def gradient_of(p: Tensor, own: Targets, slopes: Sequence[Tensor]) -> Tensor:
-    """The derivative by the logits, of ``p``, exponentials up to a factor a row.
+def logit_gradient(p: Tensor, targets: Targets, cotangents: Sequence[Tensor]) -> Tensor:
+    """Turns exponentials of logits into the derivative by the logits, in place.
 
-    In place.
+    dz = by_lse * softmax(z) + by_target * onehot(y) + by_total.
 
     Args:
-        slopes: the derivatives by the sums, the first times that factor.
+        p: softmax(z) times any factor a row.
+        cotangents: the derivatives by the sums; the first is divided by that factor.
     """
-    by_lse, by_target, *by_total = slopes
+    by_lse, by_target, *by_total = cotangents
     p.mul_(by_lse.unsqueeze(-1))
-    for slope in by_total:
-        p.add_(slope.unsqueeze(-1))
-    by_target = torch.where(own.mine, by_target, 0)
-    return p.scatter_add_(-1, own.at.unsqueeze(-1), by_target.unsqueeze(-1))
+    for by_sum in by_total:
+        p.add_(by_sum.unsqueeze(-1))
+    by_target = torch.where(targets.is_local, by_target, 0)
+    return p.scatter_add_(-1, targets.index.unsqueeze(-1), by_target.unsqueeze(-1))
 
 
-def _copies(
+def _copy_blocks(
     logits: Tensor, dtype: torch.dtype, into: Tensor | None = None
 ) -> Iterator[tuple[slice, Tensor]]:
-    """Rows and their copy, all in the memory of one block, or in ``into``."""
-    blocks = _blocks(logits)
+    """Yields slices of rows with a copy to write in, in ``dtype``.
+
+    All copies share the memory of one block, or are the rows of ``into``.
+    """
+    blocks = _cached_blocks(logits)
     if into is None:
-        block = torch.empty_like(logits[blocks[0]], dtype=dtype)
+        buffer = torch.empty_like(logits[blocks[0]], dtype=dtype)
     for i in blocks:
-        part = block[: i.stop - i.start] if into is None else into[i]
-        yield i, part.copy_(logits[i])
+        copy = buffer[: i.stop - i.start] if into is None else into[i]
+        yield i, copy.copy_(logits[i])
 
 
-def _sums(logits: Tensor, own: Targets, smooth: bool) -> list[Tensor]:
-    """``row_sums``, of rows in the order in which they lie in memory."""
+def _row_sums_of_any_shape(
+    logits: Tensor, targets: Targets, needs_total: bool
+) -> list[Tensor]:
+    """Computes ``row_sums`` of logits [..., V] by ``_RowSums``, which takes [N, V].
+
+    Dims are ordered by stride, so that flattening logits that lie otherwise (a sequence
+    that was gathered) copies nothing.
+    """
     order = sorted(range(logits.ndim - 1), key=logits.stride, reverse=True)
     rows = logits.permute(*order, -1).reshape(-1, logits.shape[-1])
-    at, mine = (x.permute(order).flatten() for x in (own.at, own.mine))
-    shape = [logits.shape[d] for d in order]
-    back = [order.index(d) for d in range(len(order))]
-    found = _RowSums.apply(rows, at, mine, smooth)
-    return [y.view(shape).permute(back) for y in found]
+    index, is_local = (
+        x.permute(order).flatten() for x in (targets.index, targets.is_local)
+    )
+    permuted_shape = [logits.shape[d] for d in order]
+    inverse = [order.index(d) for d in range(len(order))]
+    sums = _RowSums.apply(rows, index, is_local, needs_total)
+    return [y.view(permuted_shape).permute(inverse) for y in sums]
 
 
 class _RowSums(torch.autograd.Function):
-    """``row_sums`` of logits [N, V] of any dtype, keeping them alone."""
+    """``row_sums`` of logits [N, V] of any dtype; it saves nothing of their size."""
 
     @staticmethod
-    def forward(logits, at, mine, smooth):  # type: ignore[override]
-        own, found = Targets(at, mine, mine), []
-        for i, z in _copies(logits, wide(logits)):
-            found.append(exponentiated(z, own[i], smooth)[0])
-        return tuple(torch.cat(parts) for parts in zip(*found, strict=True))
+    def forward(  # type: ignore[override]
+        logits: Tensor, index: Tensor, is_local: Tensor, needs_total: bool
+    ) -> tuple[Tensor, ...]:
+        targets, block_sums = Targets(index, is_local, is_local), []
+        for i, z in _copy_blocks(logits, sum_dtype(logits)):
+            block_sums.append(exponentiate(z, targets[i], needs_total)[0])
+        return tuple(torch.cat(parts) for parts in zip(*block_sums, strict=True))
 
     @staticmethod
-    def setup_context(ctx, inputs, output):
-        logits, at, mine, _ = inputs
-        ctx.save_for_backward(logits, at, mine, output[0])
+    def setup_context(
+        ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
+    ) -> None:
+        logits, index, is_local, _ = inputs
+        ctx.save_for_backward(logits, index, is_local, output[0])
 
     @staticmethod
-    def backward(ctx, *slopes):  # type: ignore[override]
-        logits, at, mine, lse = ctx.saved_tensors
-        own, smooth = Targets(at, mine, mine), len(slopes) > 2
-        if torch.is_grad_enabled() or is_transformed():
+    def backward(ctx: Any, *cotangents: Tensor) -> tuple[Tensor | None, ...]:
+        logits, index, is_local, lse = ctx.saved_tensors
+        targets, needs_total = Targets(index, is_local, is_local), len(cotangents) > 2
+        if torch.is_grad_enabled() or under_vmap_or_forward_ad():
 
             def sums(logits: Tensor) -> tuple[Tensor, ...]:
-                return row_sums(logits.to(lse.dtype), own, smooth)
+                return row_sums(logits.to(lse.dtype), targets, needs_total)
 
-            (g,) = torch.func.vjp(sums, logits)[1](slopes)
+            (g,) = torch.func.vjp(sums, logits)[1](cotangents)
         else:
+            # softmax = exp(z - lse), in the gradient's own memory if the dtypes agree.
+            # A row that is masked as a whole has an lse of -inf: -inf - -inf is NaN.
             lse = lse.clamp(min=torch.finfo(lse.dtype).min).unsqueeze(-1)
             g = torch.empty_like(logits)
             into = g if g.dtype == lse.dtype else None
-            for i, p in _copies(logits, lse.dtype, into):
+            for i, p in _copy_blocks(logits, lse.dtype, into):
                 p.sub_(lse[i]).exp_()
-                gradient_of(p, own[i], [y[i] for y in slopes])
+                logit_gradient(p, targets[i], [y[i] for y in cotangents])
                 if into is None:
                     g[i] = p
         return g, None, None, None
@@ -204,42 +231,47 @@ class _RowSums(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class Tiles:
-    """Logits of ``rows`` tokens at a time.
+    """The last layer, for ``rows`` tokens at a time.
 
     Args:
-        shift: what is added to the target's.
+        rows: the number of tokens of a tile.
+        shift: a number added to the target's logit: the margin of a cosine loss.
+        loss: the options of the loss.
     """
 
     rows: int
     shift: float
     loss: TokenLoss
 
-    def cuts(self, x: Tensor) -> list[slice]:
-        """The tokens of each tile: one tile at least."""
-        return cuts(x.shape[0], self.rows)
+    def slices(self, x: Tensor) -> list[slice]:
+        """Returns the tokens of each tile: one tile at least."""
+        return row_slices(x.shape[0], self.rows)
 
-    def logits(self, x: Tensor, w: Tensor, own: Targets) -> Tensor:
-        """One tile's, in memory of its own."""
-        z = (x @ w.T).to(wide(x))
+    def logits(self, x: Tensor, w: Tensor, targets: Targets) -> Tensor:
+        """Computes the logits of a tile, in memory of its own."""
+        z = (x @ w.T).to(sum_dtype(x))
         if not self.shift:
             return z
-        shift = self.shift * own.mine.to(z.dtype)
-        return z.scatter_add(-1, own.at.unsqueeze(-1), shift.unsqueeze(-1))
+        shift = self.shift * targets.is_local.to(z.dtype)
+        return z.scatter_add(-1, targets.index.unsqueeze(-1), shift.unsqueeze(-1))
 
-    def sums(self, x: Tensor, w: Tensor, own: Targets) -> tuple[Tensor, ...]:
-        """The sums over all tokens' logits, by plain operators, each kept by autograd.
+    def sums(self, x: Tensor, w: Tensor, targets: Targets) -> tuple[Tensor, ...]:
+        """Computes the sums over all tokens' logits by plain operators.
 
-        It is what ``TiledSums`` computes, for those who must look into it.
+        It is what ``TiledSums`` computes, with all derivatives; autograd saves all
+        logits for it.
         """
-        found = []
+        tile_sums = []
         with without_autocast(x):
-            for i in self.cuts(x):
-                z = self.logits(x[i], w, own[i])
-                found.append(row_sums(z, own[i], self.loss.smooth))
-        return tuple(torch.cat(parts) for parts in zip(*found, strict=True))
+            for i in self.slices(x):
+                z = self.logits(x[i], w, targets[i])
+                tile_sums.append(row_sums(z, targets[i], self.loss.needs_total))
+        return tuple(torch.cat(parts) for parts in zip(*tile_sums, strict=True))
 
-    def pullback(
-        self, x: Tensor, w: Tensor, own: Targets, slopes: Sequence[Tensor]
+    def pull_back(
+        self, x: Tensor, w: Tensor, targets: Targets, cotangents: Sequence[Tensor]
     ) -> tuple[Tensor, ...]:
-        """The gradients of x and w by ``sums``, by plain operators."""
-        return torch.func.vjp(lambda x, w: self.sums(x, w, own), x, w)[1](tuple(slopes))
+        """Returns the gradients of x and w through ``sums``, by plain operators."""
+        return torch.func.vjp(lambda x, w: self.sums(x, w, targets), x, w)[1](
+            tuple(cotangents)
+        )

@@ -1,10 +1,14 @@
 """A mixture of experts that are spread over the ranks of an axis (expert parallelism).
 
+    routing = top_2_gating(x @ gate)          which experts each token goes to
+    y = expert_layer(x, routing, f, params, "expert")
+      = combine(f(params, dispatch(x, routing)), routing)      with a capacity
+
 Experts are along dim 0 of their parameters: of E, over an axis of n ranks, rank i has
 those from i E/n up to (i+1) E/n. Each rank has tokens of its own. One all-to-all sends
-them to their experts and one back, and their gradients take two more: four a layer and
-step (GShard, sections 3.1 and 3.2). A choice's place in the buffers follows from its
-`Routing`, so rows are copied, never multiplied by masks.
+them to their experts and one brings results back, and their gradients take two more:
+four a layer and step (GShard, sections 3.1 and 3.2). A choice's place in the buffers
+follows from its `Routing`, so rows are copied, never multiplied by masks.
 
 Over the axis a rank's tokens, result and loss are its own, and the derivative by an
 expert is that of the sum of all ranks' losses (of their mean, if a `shard` averages
@@ -25,21 +29,28 @@ from fsfunc import tree
 from fsfunc.comm.collective_ops import claim_rank_local
 from fsfunc.comm.collectives import all_to_all
 from fsfunc.comm.groups import axis_size
-from fsfunc.nn.routing import Routing, check_rows, dropless, placed, weighed
-from fsfunc.nn.tensor_parallel import part_of
+from fsfunc.nn.routing import (
+    Routing,
+    check_rows,
+    place_rows,
+    run_without_capacity,
+    sum_weighted_rows,
+)
+from fsfunc.nn.tensor_parallel import local_part
 from fsfunc.sharded.leaf import is_sharded
+from fsfunc.tree.types import PyTree
 
 
 def expert_layer(
     x: Tensor,
     routing: Routing,
     expert_fn: Callable[..., Tensor],
-    params: Any,
+    params: PyTree,
     axis: str | None = None,
     *,
     grouped: bool = False,
 ) -> Tensor:
-    """The sum over each token's experts of weight times ``expert_fn`` of the token.
+    """Sums, over each token's experts, weight times ``expert_fn`` of the token.
 
     With a capacity, experts compute on [places of all ranks' tokens, d], with zeros in
     empty places: an expert and its derivative must be finite there too. Without one
@@ -57,10 +68,11 @@ def expert_layer(
             that ``ff.place`` has split along dim 0, read in a unit.
         axis: the mesh axis that the experts are spread over; by default that of the
             leaves in ``params``, and with plain tensors none: all experts are here.
-            Over one that no ``shard`` averages over, tokens that are equal on its ranks
-            are cut first, ``ff.pcast(x, axis, to="V").chunk(n)[ff.axis_index(axis)]``,
-            and what comes out is joined, ``ff.all_gather(y, axis, to="I")``; so enters
-            the gate, too, by ``ff.pcast``.
+            Over an axis that no ``shard`` averages over, first cut tokens that are
+            equal on its ranks:
+            ``ff.pcast(x, axis, to="V").chunk(n)[ff.axis_index(axis)]``. Then join the
+            results: ``ff.all_gather(y, axis, to="I")``. Pass the gate's weight through
+            ``ff.pcast`` too.
         grouped: see ``expert_fn``. Without it, one expert's function runs under
             ``torch.func.vmap`` over experts (with a capacity), or expert by expert.
 
@@ -94,51 +106,57 @@ def expert_layer(
     leaves, treedef = tree.flatten(params, is_sharded)
     for i, leaf in enumerate(leaves):
         if is_sharded(leaf):  # it knows its axis: one program on one device and on many
-            leaves[i], axis = part_of("expert_layer", leaf, (0,), axis=axis)
+            leaves[i], axis = local_part("expert_layer", leaf, (0,), axis=axis)
     tokens = x.reshape(-1, x.shape[-1])
-    here = _checked("expert_layer", tokens, routing, axis)
+    experts_a_rank = _check_tokens("expert_layer", tokens, routing, axis)
     claim_rank_local(tokens, axis, "expert_layer")
     for i, leaf in enumerate(leaves):
-        if not isinstance(leaf, Tensor) or not leaf.ndim or len(leaf) != here:
+        if not isinstance(leaf, Tensor) or not leaf.ndim or len(leaf) != experts_a_rank:
             path = tree.paths(params, is_sharded)[i]
-            found = tuple(leaf.shape) if isinstance(leaf, Tensor) else repr(leaf)
+            shape = tuple(leaf.shape) if isinstance(leaf, Tensor) else repr(leaf)
             raise ValueError(
-                f"expert_layer: params{path and f' at {path!r}'} is of {found}: give "
-                f"this rank's {here} of {len(routing.counts)} experts along dim 0"
+                f"expert_layer: params{path and f' at {path!r}'} is of {shape}: give "
+                f"this rank's {experts_a_rank} of {len(routing.counts)} experts along "
+                "dim 0"
             )
 
-    def alone(parts: list[Tensor], rows: Tensor) -> Tensor:
+    def run_one_expert(parts: list[Any], rows: Tensor) -> Tensor:
         return expert_fn(tree.unflatten(treedef, parts), rows)
 
-    def ragged(rows: Tensor, sizes: list[int]) -> Tensor:
-        """Experts' results on rows that lie expert by expert."""
+    def run_experts(rows: Tensor, sizes: list[int]) -> Tensor:
+        """Runs the experts on rows that lie expert after expert."""
         if grouped:
+            # Summed on the CPU, where ``sizes`` are: one small copy to the device.
             ends = (
                 torch.tensor(sizes, device="cpu").cumsum(0).to(rows.device, torch.int32)
             )
             return expert_fn(tree.unflatten(treedef, leaves), rows, ends)
         unbound = [leaf.unbind(0) for leaf in leaves]
         groups = enumerate(rows.split(sizes))
-        return torch.cat([alone([u[i] for u in unbound], part) for i, part in groups])
+        return torch.cat(
+            [run_one_expert([u[i] for u in unbound], part) for i, part in groups]
+        )
 
     if routing.capacity is None:
-        y = dropless(tokens, routing, axis, here, ragged)
+        y = run_without_capacity(tokens, routing, axis, experts_a_rank, run_experts)
     else:
         places = dispatch(tokens, routing, axis)
         if grouped:
             m = places.shape[1]
-            found = ragged(places.flatten(0, 1), [m] * here)
-            check_rows(found, here * m)
-            found = found.unflatten(0, (here, m))
+            outputs = run_experts(places.flatten(0, 1), [m] * experts_a_rank)
+            check_rows(outputs, experts_a_rank * m)
+            outputs = outputs.unflatten(0, (experts_a_rank, m))
         else:
-            # Dropout, say, is drawn for each expert.
-            found = torch.func.vmap(alone, randomness="different")(leaves, places)
-        y = combine(found, routing, axis)
+            # "different": dropout, for one, draws for each expert anew.
+            outputs = torch.func.vmap(run_one_expert, randomness="different")(
+                leaves, places
+            )
+        y = combine(outputs, routing, axis)
     return y.reshape(*x.shape[:-1], y.shape[-1])
 
 
 def dispatch(x: Tensor, routing: Routing, axis: str | None = None) -> Tensor:
-    """The tokens of all ranks for this rank's experts, zeros in empty places.
+    """Sends tokens to their experts' ranks; returns those for this rank's experts.
 
     Args:
         x: [T, d], this rank's tokens.
@@ -146,7 +164,8 @@ def dispatch(x: Tensor, routing: Routing, axis: str | None = None) -> Tensor:
         axis: the mesh axis that the E experts are spread over; None: all are here.
 
     Returns:
-        [E/n, n C, d]: expert by expert, C places for each rank in axis order.
+        [E/n, n C, d]: expert by expert, C places for each rank in axis order, with
+        zeros in empty places.
 
     Raises:
         ValueError: experts that the axis does not divide; a routing of other tokens, or
@@ -162,12 +181,12 @@ def dispatch(x: Tensor, routing: Routing, axis: str | None = None) -> Tensor:
     >>> dispatch(torch.tensor([[3.0], [4.0]]), routing).tolist()
     [[[0.0], [0.0]], [[3.0], [4.0]]]
     """
-    _checked("dispatch", x, routing, axis)
+    _check_tokens("dispatch", x, routing, axis)
     claim_rank_local(x, axis, "dispatch")
     capacity = _capacity("dispatch", routing)
     experts = len(routing.counts)
     slots = routing.indices * capacity + routing.positions
-    buffer = placed(x, slots, routing.kept, experts * capacity)
+    buffer = place_rows(x, slots, routing.kept, experts * capacity)
     buffer = buffer.unflatten(0, (experts, capacity))
     if axis is None:
         return buffer
@@ -175,7 +194,7 @@ def dispatch(x: Tensor, routing: Routing, axis: str | None = None) -> Tensor:
 
 
 def combine(y: Tensor, routing: Routing, axis: str | None = None) -> Tensor:
-    """The weighted sum of what its experts made of each token, back on its rank.
+    """Sends experts' results back; returns each token's weighted sum of them.
 
     Args:
         y: [E/n, n C, d'], one row for each that :func:`dispatch` gave.
@@ -199,43 +218,45 @@ def combine(y: Tensor, routing: Routing, axis: str | None = None) -> Tensor:
     """
     capacity = _capacity("combine", routing)
     experts = len(routing.counts)
-    n, here = _spread("combine", experts, axis)
-    if y.ndim != 3 or y.shape[:2] != (here, n * capacity):
+    n, experts_a_rank = _experts_a_rank("combine", experts, axis)
+    if y.ndim != 3 or y.shape[:2] != (experts_a_rank, n * capacity):
         raise ValueError(
-            f"combine: y of shape {tuple(y.shape)} for {here} experts with {n} x "
-            f"{capacity} places: give [{here}, {n * capacity}, features]"
+            f"combine: y of shape {tuple(y.shape)} for {experts_a_rank} experts with "
+            f"{n} x {capacity} places: give [{experts_a_rank}, {n * capacity}, "
+            "features]"
         )
     if axis is not None:
         y = all_to_all(y, axis, split_dim=1, concat_dim=0)
     slots = routing.indices * capacity + routing.positions
-    return weighed(y.flatten(0, 1), slots, routing)
+    return sum_weighted_rows(y.flatten(0, 1), slots, routing)
 
 
-def _spread(what: str, experts: int, axis: str | None) -> tuple[int, int]:
-    """The number of ranks, and that of experts on each."""
+def _experts_a_rank(caller: str, experts: int, axis: str | None) -> tuple[int, int]:
+    """Returns the number of ranks, and the number of experts on each."""
     n = 1 if axis is None else axis_size(axis)
     if experts % n:
         raise ValueError(
-            f'{what}: {experts} experts over axis "{axis}" of size {n}: {experts} is '
+            f'{caller}: {experts} experts over axis "{axis}" of size {n}: {experts} is '
             f"not a multiple of {n}"
         )
     return n, experts // n
 
 
-def _checked(what: str, x: Tensor, routing: Routing, axis: str | None) -> int:
-    """The number of experts on a rank."""
+def _check_tokens(caller: str, x: Tensor, routing: Routing, axis: str | None) -> int:
+    """Returns the number of experts on a rank; checks that the routing is of ``x``."""
     if x.ndim != 2 or len(x) != len(routing.indices):
         raise ValueError(
-            f"{what}: tokens of shape {tuple(x.shape)}, but the routing is of "
+            f"{caller}: tokens of shape {tuple(x.shape)}, but the routing is of "
             f"{len(routing.indices)}: give [tokens, features], as they were gated"
         )
-    return _spread(what, len(routing.counts), axis)[1]
+    return _experts_a_rank(caller, len(routing.counts), axis)[1]
 
 
-def _capacity(what: str, routing: Routing) -> int:
+def _capacity(caller: str, routing: Routing) -> int:
+    """Returns the routing's capacity; raises ValueError if it has none."""
     if routing.capacity is None:
         raise ValueError(
-            f"{what}: a routing without a capacity: gate with capacity_factor=, or "
+            f"{caller}: a routing without a capacity: gate with capacity_factor=, or "
             "call expert_layer, which takes all tokens"
         )
     return routing.capacity

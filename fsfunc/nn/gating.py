@@ -1,18 +1,19 @@
-"""Gates: which experts a token goes to, with what weight, and how even the load is.
+"""Gates: which experts each token goes to, by what weight, and how even the load is.
 
-What a gate says is a `Routing`: indices, never masks of tokens by experts by places.
+A gate turns logits [tokens, experts] into a `Routing` (``routing.py``), which
+``expert_layer`` takes. A Routing has indices, never masks of size tokens x experts x
+places, as GShard's equations have.
 """
 
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from fsfunc.nn.numerics import wide
-from fsfunc.nn.routing import Routing, check_used, counts_of, route
+from fsfunc.nn.numerics import sum_dtype
+from fsfunc.nn.routing import Routing, check_used_token, count_choices, route
 
 
 def top_1_gating(
@@ -22,7 +23,7 @@ def top_1_gating(
     min_capacity: int = 0,
     used_token: Tensor | None = None,
 ) -> Routing:
-    """Each token to its best expert, weighted by that expert's probability.
+    """Routes each token to its best expert, weighted by that expert's probability.
 
     The load-balance loss is E sum_e f_e P_e, where f is the fraction of tokens whose
     choice is e and P the mean probability of e: 1 where both are uniform.
@@ -57,10 +58,11 @@ def top_2_gating(
     min_capacity: int = 0,
     used_token: Tensor | None = None,
 ) -> Routing:
-    """Each token to two experts, weighted by their probabilities' shares.
+    """Routes each token to two experts, weighted by their probabilities' shares.
 
     The second is the best of the others by ``logits + noise``: with Gumbel noise it is
-    drawn by its probability. The weights are p_i over the sum of those that were kept.
+    drawn by its probability. The weights are p_i over the sum of the p of the choices
+    that were not dropped.
     The load-balance loss is (1/E) sum_e f_e P_e, as GShard and FairScale have it, where
     f is the fraction of tokens whose *first* choice is e: 1/E^2 where both are uniform.
 
@@ -82,21 +84,28 @@ def top_2_gating(
     >>> routing.indices.tolist(), routing.positions.tolist(), routing.capacity
     ([[2, 1], [0, 1]], [[0, 0], [0, 1]], 2)
     """
-    flat, used = _checked("top_2_gating", logits, 2, used_token)
-    scores = flat.detach()
-    first = scores.argmax(-1, keepdim=True)
+    flat_logits, used_tokens = _flatten_logits("top_2_gating", logits, 2, used_token)
+    scores = flat_logits.detach()
+    first_choice = scores.argmax(-1, keepdim=True)
     if noise is not None:
         if noise.shape != logits.shape:
             raise ValueError(
                 f"top_2_gating: noise of shape {tuple(noise.shape)} for logits of "
                 f"shape {tuple(logits.shape)}; it is added to them"
             )
-        scores = scores + noise.detach().reshape(flat.shape)
+        scores = scores + noise.detach().reshape(flat_logits.shape)
     # The first is never the second too, whatever the others' logits: not with -inf.
-    indices = scores.scatter(-1, first, math.inf).topk(2).indices
-    routing, probs = _gated(flat, used, indices, capacity_factor, min_capacity, True)
-    experts = flat.shape[-1]
-    aux = _balance(probs, counts_of(indices[:, 0], experts, used), used) / experts
+    indices = scores.scatter(-1, first_choice, math.inf).topk(2).indices
+    routing, probs = _route_by_logits(
+        flat_logits, used_tokens, indices, capacity_factor, min_capacity, True
+    )
+    experts = flat_logits.shape[-1]
+    aux = (
+        _load_balance(
+            probs, count_choices(indices[:, 0], experts, used_tokens), used_tokens
+        )
+        / experts
+    )
     return routing._replace(aux_loss=aux)
 
 
@@ -109,7 +118,7 @@ def top_k_gating(
     normalize: bool = True,
     used_token: Tensor | None = None,
 ) -> Routing:
-    """Each token to its ``k`` best experts, weighted by softmax(logits).
+    """Routes each token to its ``k`` best experts, weighted by softmax(logits).
 
     The load-balance loss is E sum_e f_e P_e, where f_e counts all choices of e, by
     tokens, and P is the mean probability: k where both are uniform.
@@ -118,7 +127,8 @@ def top_k_gating(
         logits: [..., E], floating; all but the last dim are tokens.
         k: how many experts a token goes to.
         capacity_factor, min_capacity: see :func:`route`.
-        normalize: divide a token's weights by the sum of those that were kept.
+        normalize: whether to divide a token's weights by the sum of those that were not
+            dropped.
         used_token: bool, of the dims of ``logits`` but the last: False for padding,
             which takes no expert's place and counts in no loss, whatever its logits.
             The capacity is that of all T, so that it is the same on every rank.
@@ -140,41 +150,43 @@ def top_k_gating(
     >>> routing.weights.tolist(), routing.counts.tolist()
     ([[0.5, 0.5]], [1, 1, 0])
     """
-    flat, used = _checked("top_k_gating", logits, k, used_token)
-    indices = flat.detach().topk(k).indices
-    routing, probs = _gated(
-        flat, used, indices, capacity_factor, min_capacity, normalize
+    flat_logits, used_tokens = _flatten_logits("top_k_gating", logits, k, used_token)
+    indices = flat_logits.detach().topk(k).indices
+    routing, probs = _route_by_logits(
+        flat_logits, used_tokens, indices, capacity_factor, min_capacity, normalize
     )
-    aux = _balance(probs, routing.counts, used) * flat.shape[-1]
+    aux = _load_balance(probs, routing.counts, used_tokens) * flat_logits.shape[-1]
     return routing._replace(aux_loss=aux)
 
 
-def _checked(
-    what: str, logits: Tensor, k: int, used: Tensor | None
+def _flatten_logits(
+    gate: str, logits: Tensor, k: int, used_tokens: Tensor | None
 ) -> tuple[Tensor, Tensor | None]:
-    """The logits as [T, E], in fp32 at least, and which are of tokens [T]."""
+    """Returns the logits as [T, E], in fp32 at least, and ``used_token`` as [T]."""
     if not logits.ndim or not 1 <= k <= logits.shape[-1]:
         raise ValueError(
-            f"{what}: {k} choices by logits of shape {tuple(logits.shape)}: the last "
+            f"{gate}: {k} choices by logits of shape {tuple(logits.shape)}: the last "
             "dim is the experts, and a token goes to one at least and each once"
         )
-    check_used(what, used, logits.shape[:-1])
-    flat = logits.reshape(-1, logits.shape[-1]).to(wide(logits))
-    if used is None:
-        return flat, None
-    used = used.reshape(-1)
-    return flat.where(used[:, None], 0), used  # of padding they may be no numbers
+    check_used_token(gate, used_tokens, logits.shape[:-1])
+    flat_logits = logits.reshape(-1, logits.shape[-1]).to(sum_dtype(logits))
+    if used_tokens is None:
+        return flat_logits, None
+    used_tokens = used_tokens.reshape(-1)
+    # Logits of padding may be NaN, which would come through a product with 0.
+    return flat_logits.where(used_tokens[:, None], 0), used_tokens
 
 
-def _gated(
+def _route_by_logits(
     logits: Tensor,
-    used: Tensor | None,
+    used_tokens: Tensor | None,
     indices: Tensor,
     capacity_factor: float | None,
     min_capacity: int,
     normalize: bool,
 ) -> tuple[Routing, Tensor]:
-    """The Routing of chosen experts, but for its load-balance loss; probabilities."""
+    """Returns the Routing of chosen experts without its load-balance loss, and the
+    probabilities [T, E]."""
     probs = logits.softmax(-1)
     routing = route(
         indices,
@@ -182,27 +194,37 @@ def _gated(
         logits.shape[-1],
         capacity_factor=capacity_factor,
         min_capacity=min_capacity,
-        used_token=used,
+        used_token=used_tokens,
     )
     weights = routing.weights
     if normalize:
-        eps = torch.finfo(weights.dtype).eps  # of a token that is dropped altogether
+        # A token whose choices are all dropped has weights of sum 0: they stay 0.
+        eps = torch.finfo(weights.dtype).eps
         weights = weights / weights.sum(-1, keepdim=True).clamp(min=eps)
-    z_loss = _mean(logits.logsumexp(-1).square(), used)
+    z_loss = _token_mean(logits.logsumexp(-1).square(), used_tokens)
     return routing._replace(weights=weights, z_loss=z_loss), probs
 
 
-def _balance(probs: Tensor, counts: Tensor, used: Tensor | None) -> Tensor:
-    """sum_e f_e P_e; a group without tokens has 0."""
-    return (_mean(probs, used) * counts).sum() / _number(probs, used)
+def _load_balance(probs: Tensor, counts: Tensor, used_tokens: Tensor | None) -> Tensor:
+    """Returns sum_e f_e P_e; 0 for a group without tokens.
+
+    f comes from ``counts``, which has no gradient: only P is learnt from.
+    """
+    return (_token_mean(probs, used_tokens) * counts).sum() / _token_count(
+        probs, used_tokens
+    )
 
 
-def _mean(x: Tensor, used: Tensor | None) -> Tensor:
-    """The mean over tokens; of none it is 0."""
-    mine = x if used is None else x.where(used.view(-1, *[1] * (x.ndim - 1)), 0)
-    return mine.sum(0) / _number(x, used)
+def _token_mean(x: Tensor, used_tokens: Tensor | None) -> Tensor:
+    """Returns the mean over tokens; 0 where there are none."""
+    masked = (
+        x
+        if used_tokens is None
+        else x.where(used_tokens.view(-1, *[1] * (x.ndim - 1)), 0)
+    )
+    return masked.sum(0) / _token_count(x, used_tokens)
 
 
-def _number(x: Tensor, used: Tensor | None) -> Any:
-    """The number of tokens; 1 of none."""
-    return max(len(x), 1) if used is None else used.sum().clamp(min=1)
+def _token_count(x: Tensor, used_tokens: Tensor | None) -> int | Tensor:
+    """Returns the number of tokens, or 1 if there are none, to divide by."""
+    return max(len(x), 1) if used_tokens is None else used_tokens.sum().clamp(min=1)

@@ -1,14 +1,16 @@
-"""Places of choices in experts' buffers, and the all-to-alls that fill them.
+"""Which choices of a gate find room at their expert, and where their rows lie.
 
-In an expert's queue all tokens' first choices are before all second ones, and tokens
-in their order; those beyond its capacity are dropped, with a weight of 0.
+``gating.py`` makes choices, ``route`` queues them, and ``experts.py`` moves rows by
+the positions in these queues. In an expert's queue all tokens' first choices are before
+all second ones, and tokens in their order. Choices beyond the expert's capacity are
+dropped, with a weight of 0.
 
-A group is the tokens of one call: capacity, queues and losses are of a group. Under
-expert parallelism each rank's tokens are one (GShard, section 3.2), so one device gives
-the same numbers where it gates the same groups, one by one.
+A group is the tokens of one call: each group has its own capacity, queues and losses.
+Under expert parallelism the tokens of a rank are a group (GShard, section 3.2). So one
+device gives the same numbers where it gates the same groups, one by one.
 
-A choice that is kept has a slot, a row of its rank's buffer. Rows are copied there and
-read from there, each by an index: forward and backward alike.
+A choice that is not dropped has a slot: the number of its row in the buffer of its
+rank. Rows are copied there and read from there by index, forward and backward alike.
 """
 
 from __future__ import annotations
@@ -37,9 +39,9 @@ class Routing(NamedTuple):
         weights: [T, k], fp32 (fp64 of fp64 logits): the share of each in the result; 0
             where it was dropped, and of padding.
         positions: [T, k] int64, the choice's place in its expert's queue.
-        kept: [T, k] bool, whether there is room for it; False of padding.
+        kept: [T, k] bool, whether the expert has room for it; False for padding.
         counts: [E] int64, the lengths of the queues, dropped choices included.
-        capacity: how many places an expert has; None: nobody is dropped.
+        capacity: how many places an expert has; None: no choice is dropped.
         aux_loss: [], the load-balance loss; the functions say of which form.
         z_loss: [], the mean of logsumexp(logits)^2 (ST-MoE, equation 5).
     """
@@ -55,7 +57,7 @@ class Routing(NamedTuple):
 
     @property
     def dropped(self) -> Tensor:
-        """[] int64, the choices without room; those of padding do not count."""
+        """[] int64, the number of dropped choices; those of padding do not count."""
         return self.counts.sum() - self.kept.sum()
 
 
@@ -68,15 +70,15 @@ def route(
     min_capacity: int = 0,
     used_token: Tensor | None = None,
 ) -> Routing:
-    """The Routing of choices that are already made: by hash, by turns, by any gate.
+    """Makes the Routing of choices that are already made: by hash, by any gate.
 
     Args:
         indices: [T, k] integers below ``experts``.
         weights: [T, k] floating.
         experts: E, over all ranks.
         capacity_factor: an expert has ceil(capacity_factor k T / E) places, so that 1
-            is just room for all where the load is even; None: nobody is dropped.
-        min_capacity: the places that it has at least.
+            is just room for all where the load is even; None: no choice is dropped.
+        min_capacity: the number of places that it has at least.
         used_token: [T] bool, False for padding, which goes to no expert and takes no
             place; None: all are tokens. The capacity is that of T, padding or not.
 
@@ -101,63 +103,76 @@ def route(
             f"route: indices of shape {tuple(indices.shape)} and weights of shape "
             f"{tuple(weights.shape)}; both are [tokens, choices]"
         )
-    check_used("route", used_token, indices.shape[:1])
+    check_used_token("route", used_token, indices.shape[:1])
     capacity = _capacity(indices.numel(), experts, capacity_factor, min_capacity)
     indices = indices.to(torch.int64)
-    used = None if used_token is None else used_token[:, None].expand_as(indices)
-    positions, counts = _queues(indices, experts, used)
-    kept = torch.ones_like(positions, dtype=torch.bool) if used is None else used
+    used_choices = (
+        None if used_token is None else used_token[:, None].expand_as(indices)
+    )
+    positions, counts = _queue_positions(indices, experts, used_choices)
+    kept = (
+        torch.ones_like(positions, dtype=torch.bool)
+        if used_choices is None
+        else used_choices
+    )
     if capacity is not None:
         kept = kept & (positions < capacity)
-    if capacity is not None or used is not None:
+    if capacity is not None or used_choices is not None:
         weights = torch.where(kept, weights, 0)
     return Routing(indices, weights, positions, kept, counts, capacity)
 
 
-def counts_of(chosen: Tensor, experts: int, used: Tensor | None) -> Tensor:
-    """The number of times each expert is in ``chosen`` [N], by used tokens [N]."""
-    ones = torch.ones_like(chosen) if used is None else used.to(chosen.dtype)
+def count_choices(chosen: Tensor, experts: int, used_tokens: Tensor | None) -> Tensor:
+    """Counts how often each expert is in ``chosen`` [N], padding left out."""
+    ones = (
+        torch.ones_like(chosen) if used_tokens is None else used_tokens.to(chosen.dtype)
+    )
     zeros = torch.zeros(experts, dtype=torch.int64, device=chosen.device)
     return zeros.scatter_add(0, chosen, ones)
 
 
-def check_used(what: str, used: Tensor | None, tokens: torch.Size) -> None:
-    """Raises unless it says of each token whether it is one."""
-    if used is None:
+def check_used_token(
+    caller: str, used_token: Tensor | None, tokens: torch.Size
+) -> None:
+    """Raises TypeError or ValueError unless it is one bool for each token."""
+    if used_token is None:
         return
-    if used.dtype != torch.bool:
+    if used_token.dtype != torch.bool:
         raise TypeError(
-            f"{what}: used_token of {used.dtype}: give bools, False for padding, such "
-            "as attention_mask.bool()"
+            f"{caller}: used_token of {used_token.dtype}: give bools, False for "
+            "padding, such as attention_mask.bool()"
         )
-    if used.shape != tokens:
+    if used_token.shape != tokens:
         raise ValueError(
-            f"{what}: used_token of shape {tuple(used.shape)} for tokens of shape "
-            f"{tuple(tokens)}; it says of each whether it is one"
+            f"{caller}: used_token of shape {tuple(used_token.shape)} for tokens of "
+            f"shape {tuple(tokens)}; it says of each whether it is one"
         )
 
 
-def _queues(
-    indices: Tensor, experts: int, used: Tensor | None
+def _queue_positions(
+    indices: Tensor, experts: int, used_choices: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Each choice's place in its expert's queue, and how long the queues are."""
+    """Returns each choice's place in its expert's queue, and the queues' lengths."""
     flat = indices.T.reshape(-1)  # first choices first
-    mine = None if used is None else used.T.reshape(-1)
-    counts = counts_of(flat, experts, mine)
+    used_flat = None if used_choices is None else used_choices.T.reshape(-1)
+    counts = count_choices(flat, experts, used_flat)
     starts = counts.cumsum(0) - counts
-    # Padding stands behind all queues, and its places mean nothing.
-    order = (flat if mine is None else flat.where(mine, experts)).argsort(stable=True)
+    # A stable sort by expert keeps the choices' order within each queue. Padding is
+    # sorted behind all queues, and its places are never read.
+    order = (flat if used_flat is None else flat.where(used_flat, experts)).argsort(
+        stable=True
+    )
     places = torch.arange(len(flat), device=flat.device) - starts[flat[order]]
     positions = torch.empty_like(flat).scatter(0, order, places)
     return positions.reshape(indices.shape[1], -1).T, counts
 
 
 def _capacity(
-    choices: int, experts: int, factor: float | None, least: int
+    choices: int, experts: int, factor: float | None, minimum: int
 ) -> int | None:
-    if least < 0 or factor is None and least:
+    if minimum < 0 or factor is None and minimum:
         raise ValueError(
-            f"min_capacity={least}: it is at least 0, and of no use without a "
+            f"min_capacity={minimum}: it is at least 0, and of no use without a "
             "capacity_factor"
         )
     if factor is None:
@@ -166,95 +181,106 @@ def _capacity(
         raise ValueError(
             f"capacity_factor={factor}: it is positive and finite; None drops nobody"
         )
-    # As it is written: 1.1 times 50 is 55, and not the next float above it.
-    return max(least, math.ceil(Fraction(str(factor)) * choices / experts))
+    # As the factor is written: 1.1 times 50 is 55, and not the next float above it,
+    # whose ceiling would be 56.
+    return max(minimum, math.ceil(Fraction(str(factor)) * choices / experts))
 
 
-Loads = list[list[int]]  # rows, by rank and expert
+Loads = list[list[int]]  # numbers of rows, by rank and expert
 
 
-def placed(x: Tensor, slots: Tensor, kept: Tensor, size: int) -> Tensor:
-    """[size, d]: each token at the slots of its choices that are kept, else zeros.
+def place_rows(x: Tensor, slots: Tensor, kept: Tensor, size: int) -> Tensor:
+    """Copies each token to the slots of its choices that are not dropped.
+
+    Returns [size, d], with zeros in empty slots.
 
     >>> slots, kept = torch.tensor([[2, 0], [1, 1]]), torch.tensor([[True, True]] * 2)
     >>> kept[1, 1] = False
-    >>> placed(torch.tensor([[5.0], [7.0]]), slots, kept, 3).flatten().tolist()
+    >>> place_rows(torch.tensor([[5.0], [7.0]]), slots, kept, 3).flatten().tolist()
     [5.0, 7.0, 5.0]
     """
-    rows = x.unsqueeze(1).expand(*slots.shape, x.shape[-1]).flatten(0, 1)
-    to = torch.where(kept, slots, size).flatten()  # a last row for those without room
-    return x.new_zeros(size + 1, x.shape[-1]).index_copy(0, to, rows)[:size]
+    copies = x.unsqueeze(1).expand(*slots.shape, x.shape[-1]).flatten(0, 1)
+    # Dropped choices write to one row more, which is cut off: no shape depends on data.
+    row_numbers = torch.where(kept, slots, size).flatten()
+    return x.new_zeros(size + 1, x.shape[-1]).index_copy(0, row_numbers, copies)[:size]
 
 
-def weighed(y: Tensor, slots: Tensor, routing: Routing) -> Tensor:
-    """[T, d']: each token's sum of the rows at its slots, by its weights."""
-    if not len(y):  # nobody goes anywhere, and each reads a row all the same
+def sum_weighted_rows(y: Tensor, slots: Tensor, routing: Routing) -> Tensor:
+    """Returns [T, d'], each token's weighted sum of the rows at its slots."""
+    if not len(y):  # every choice reads a row, also where none has a slot
         y = F.pad(y, (0, 0, 0, 1))
-    # Modulo, so that those of dropped choices are anywhere, and not all in one place.
-    found = y.index_select(0, slots.flatten() % len(y))
-    found = found.unflatten(0, slots.shape)
-    found = torch.where(routing.kept.unsqueeze(-1), found, 0)
-    return (found * routing.weights.unsqueeze(-1)).sum(1).to(y.dtype)
+    # Slots of dropped choices may be too large: modulo brings them inside. It spreads
+    # them, where a clamp would send them all to one row, and so their backward.
+    rows = y.index_select(0, slots.flatten() % len(y))
+    rows = rows.unflatten(0, slots.shape)
+    rows = torch.where(routing.kept.unsqueeze(-1), rows, 0)
+    return (rows * routing.weights.unsqueeze(-1)).sum(1).to(y.dtype)
 
 
-def dropless(
+def run_without_capacity(
     x: Tensor,
     routing: Routing,
     axis: str | None,
-    here: int,
-    ragged: Callable[[Tensor, list[int]], Tensor],
+    experts_a_rank: int,
+    run_experts: Callable[[Tensor, list[int]], Tensor],
 ) -> Tensor:
-    """The layer where experts take all that come.
+    """Computes the layer where experts take all tokens that come.
 
-    An all-to-all moves equal parts, so each is as long as the largest load of one rank
-    on another; experts compute on the rows that are in use.
+    An all-to-all moves equal parts, so each part is as long as the largest load of one
+    rank on another. Experts compute only on the rows that are in use.
 
     Args:
         x: [T, d], this rank's tokens.
-        here: how many experts a rank has.
-        ragged: experts' results on (rows, how many each of them has, in order).
+        axis: the axis the experts are spread over; None: all are on this rank.
+        experts_a_rank: how many experts a rank has.
+        run_experts: computes experts on rows that lie expert after expert, given how
+            many rows each of them has.
 
     Returns:
         [T, d'].
     """
-    sent, received, room = _traffic(routing, axis, here)
+    sent, received, room = _count_traffic(routing, axis, experts_a_rank)
 
-    def starts(loads: Loads) -> Loads:
-        """First rows, by the rank at the other end and its expert, or ours."""
+    def run_starts(loads: Loads) -> Loads:
+        """Returns the first row of each run of rows, by the other rank and expert."""
         runs = enumerate(loads)
         return [list(accumulate(run[:-1], initial=i * room)) for i, run in runs]
 
-    at = torch.tensor(list(chain(*starts(sent))), device=x.device)
-    slots = at[routing.indices] + routing.positions
-    rows = placed(x, slots, routing.kept, len(sent) * room)
+    first_rows = torch.tensor(list(chain(*run_starts(sent))), device=x.device)
+    slots = first_rows[routing.indices] + routing.positions
+    rows = place_rows(x, slots, routing.kept, len(sent) * room)
     if axis is None:  # one rank's queues are in order already
-        y = ragged(rows, sent[0])
+        y = run_experts(rows, sent[0])
         check_rows(y, len(rows))
-        return weighed(y, slots, routing)
+        return sum_weighted_rows(y, slots, routing)
     rows = all_to_all(rows, axis, split_dim=0, concat_dim=0)
+    # Rows came rank after rank, and within a rank expert after expert. ``order`` has
+    # those of one expert together, from all ranks, without the unused rows between.
     by_expert = list(zip(*received, strict=True))
     runs = zip(
-        chain(*zip(*starts(received), strict=True)), chain(*by_expert), strict=True
+        chain(*zip(*run_starts(received), strict=True)), chain(*by_expert), strict=True
     )
     order = torch.cat([torch.arange(i, i + m, device="cpu") for i, m in runs]).to(
         x.device
     )
-    y = ragged(rows.index_select(0, order), [sum(run) for run in by_expert])
+    y = run_experts(rows.index_select(0, order), [sum(run) for run in by_expert])
     check_rows(y, len(order))
-    if not len(order):  # as a function of what came: so all meet in the backward
+    # A rank without tokens returns constants. Tied to what came, its backward calls the
+    # all-to-all too, for which the other ranks wait.
+    if not len(order):
         y = y + 0 * rows.sum()
     y = y.new_zeros(len(received) * room, y.shape[1]).index_copy(0, order, y)
     y = all_to_all(y, axis, split_dim=0, concat_dim=0)
-    return weighed(y, slots, routing)
+    return sum_weighted_rows(y, slots, routing)
 
 
 class _Traffic(NamedTuple):
-    """Rows between ranks and experts: plain numbers, for which the host waits.
+    """Numbers of rows that ranks exchange: Python ints, for which the host waits.
 
     Args:
-        sent: by rank, those that this rank sends to each expert there.
-        received: by rank, those that it sends to each expert here.
-        room: the largest load of one rank on another.
+        sent: for each rank, the rows that this rank sends to each expert there.
+        received: for each rank, the rows that it sends to each expert of this rank.
+        room: the most rows that any rank sends to another.
     """
 
     sent: Loads
@@ -262,36 +288,45 @@ class _Traffic(NamedTuple):
     room: int
 
 
-def _traffic(routing: Routing, axis: str | None, here: int) -> _Traffic:
-    """What ranks exchange; ``here``: the number of experts of each rank."""
-    n = 1 if axis is None else axis_size(axis)
-    mine = counts = routing.counts[None]
+def _count_traffic(routing: Routing, axis: str | None, experts_a_rank: int) -> _Traffic:
+    """Exchanges the lengths of queues, and returns how many rows go where."""
+    ranks = 1 if axis is None else axis_size(axis)
+    local_counts = counts = routing.counts[None]
     if axis is not None:
-        counts = all_gather(mine, axis)
-        if not get_group(
-            axis
-        ).link.moves_data:  # a recording on data: no one else is heard of
-            counts = mine.expand(n, -1)
+        counts = all_gather(local_counts, axis)
+        # A recording on real data gathers nothing: all ranks are taken to be like this.
+        if not get_group(axis).link.moves_data:
+            counts = local_counts.expand(ranks, -1)
     if _torch.mapped_at(counts):
         raise RuntimeError(
             "a layer without a capacity reads how many tokens its experts have, which "
             "differs along the dim that vmap maps: gate with capacity_factor="
         )
     if isinstance(_torch.unwrapped(counts), _torch.FakeTensor) or _torch.fake_active():
-        # Nobody knows before it runs: plans and recordings take the load for even.
+        # The load is known only when it runs: plans and recordings take it for even.
         refuse_in_graph("a layer without a capacity sends each expert its tokens")
-        even = -(-routing.indices.numel() // (n * here))
-        return _Traffic([[even] * here] * n, [[even] * here] * n, even * here)
-    me = 0 if axis is None else axis_index(axis)
-    sizes = [
-        [row[i : i + here] for i in range(0, n * here, here)] for row in counts.tolist()
+        even_load = -(-routing.indices.numel() // (ranks * experts_a_rank))
+        return _Traffic(
+            [[even_load] * experts_a_rank] * ranks,
+            [[even_load] * experts_a_rank] * ranks,
+            even_load * experts_a_rank,
+        )
+    rank_index = 0 if axis is None else axis_index(axis)
+    loads_by_rank = [
+        [
+            row[i : i + experts_a_rank]
+            for i in range(0, ranks * experts_a_rank, experts_a_rank)
+        ]
+        for row in counts.tolist()
     ]
-    room = max(sum(run) for loads in sizes for run in loads)
-    return _Traffic(sizes[me], [loads[me] for loads in sizes], room)
+    room = max(sum(run) for loads in loads_by_rank for run in loads)
+    return _Traffic(
+        loads_by_rank[rank_index], [loads[rank_index] for loads in loads_by_rank], room
+    )
 
 
 def check_rows(y: Tensor, count: int) -> None:
-    """Raises where an expert function did not make one row of each."""
+    """Raises ValueError unless an expert function returned one row for each."""
     if y.ndim != 2 or len(y) != count:
         raise ValueError(
             f"expert_layer: expert_fn made shape {tuple(y.shape)} of {count} rows; a "

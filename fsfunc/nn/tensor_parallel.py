@@ -1,15 +1,17 @@
 """Layers whose weights are split over an axis of the mesh, as Megatron splits them.
 
+    y = row_linear(gelu(column_linear(x, w1)), w2)    w1 split by rows, w2 by columns
+
 A weight comes as a `Sharded` leaf that is split along one dim (see ``layouts=`` of
-``ff.place``); what the layer does follows from the leaf. A plain tensor is all of the
+``ff.place``), and the leaf tells the layer what to do. A plain tensor is all of the
 weight, and the layer the ordinary one: one program runs on one device and on many.
 
 Between layers an activation is one value on all ranks of the axis, or, with
 ``sequence_dim``, split along that dim (sequence parallelism): then gathers and
 reduce-scatters take the place of all-reduces, with the same bytes, and what lies
-between layers is computed and kept once. A whole parameter that meets split
-activations, such as a norm's, enters by ``ff.pcast(w, axis, to="V")``, which sums its
-gradient over the axis.
+between layers is computed and saved once, not on every rank. A whole parameter that
+meets split activations, such as a norm's, enters by ``ff.pcast(w, axis, to="V")``,
+which sums its gradient over the axis.
 
 The split of a pair of products (column, then row) needs one sum forward and one
 backward: Shoeybi et al., 2019, section 3; split sequences: Korthikanti et al., 2022.
@@ -18,7 +20,7 @@ backward: Shoeybi et al., 2019, section 3; split sequences: Korthikanti et al., 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, overload
 
 import torch
 import torch.nn.functional as F
@@ -28,20 +30,36 @@ from fsfunc.comm.collective_ops import claim_rank_local
 from fsfunc.comm.collectives import all_gather, psum, psum_scatter
 from fsfunc.comm.groups import get_group
 from fsfunc.comm.typed_maps import pcast
-from fsfunc.nn.token_losses import own_rows, refuse_mean
+from fsfunc.nn.token_losses import locate_rows, refuse_averaged_axis
 from fsfunc.sharded.leaf import Sharded
 
-Leaf = Tensor | Sharded
+ParamLeaf = Tensor | Sharded  # a weight or bias, as these layers take them
 
 
+@overload
 def column_linear(
     x: Tensor,
-    weight: Leaf | Sequence[Leaf],
-    bias: Leaf | None | Sequence[Leaf | None] = None,
+    weight: ParamLeaf,
+    bias: ParamLeaf | None = None,
     *,
     sequence_dim: int | None = None,
-) -> Any:
-    """``x @ weight.T + bias``, of which each rank computes its own features.
+) -> Tensor: ...
+@overload
+def column_linear(
+    x: Tensor,
+    weight: Sequence[ParamLeaf],
+    bias: Sequence[ParamLeaf | None] | None = None,
+    *,
+    sequence_dim: int | None = None,
+) -> tuple[Tensor, ...]: ...
+def column_linear(
+    x: Tensor,
+    weight: ParamLeaf | Sequence[ParamLeaf],
+    bias: ParamLeaf | None | Sequence[ParamLeaf | None] = None,
+    *,
+    sequence_dim: int | None = None,
+) -> Tensor | tuple[Tensor, ...]:
+    """Computes ``x @ weight.T + bias``: each rank computes its own features.
 
     Several weights share their input: it enters once for all of them.
 
@@ -72,32 +90,40 @@ def column_linear(
     weights: Sequence[Any] = tuple(weight) if several else (weight,)
     biases: Any = (bias,) if not several else bias
     biases = (None,) * len(weights) if biases is None else tuple(biases)
-    parts, axis, added = [], None, []
+    local_weights, axis, local_biases = [], None, []
     for w, b in zip(weights, biases, strict=True):
-        part, axis = part_of("column_linear", w, range(w.ndim - 1), like=weights[0])
-        parts.append(part)
+        local_weight, axis = local_part(
+            "column_linear", w, range(w.ndim - 1), like=weights[0]
+        )
+        local_weights.append(local_weight)
         if b is not None:
             dim = w.layout.splits[0].dim if axis is not None else 0  # type: ignore
-            b = part_of("column_linear", b, (dim,), like=w)[0].flatten()
-        added.append(b)
-    sequence_dim = _checked("column_linear", x, axis, sequence_dim)
+            b = local_part("column_linear", b, (dim,), like=w)[0].flatten()
+        local_biases.append(b)
+    sequence_dim = _check_sequence_dim("column_linear", x, axis, sequence_dim)
     if sequence_dim is not None:
         claim_rank_local(x, axis, "column_linear")
+    # Once for all weights: the transpose sums the gradients by x of all of them in one
+    # collective.
     if axis is not None and sequence_dim is None:
         x = pcast(x, axis, to="V")
     elif axis is not None:
         x = all_gather(x, axis, dim=sequence_dim)  # type: ignore[arg-type]
-    found = []
-    for w, b in zip(parts, added, strict=True):
-        y = _linear(x, w.flatten(0, -2), b, sequence_dim)
-        found.append(y if w.ndim == 2 else y.unflatten(-1, w.shape[:-1]))
-    return tuple(found) if several else found[0]
+    outputs = []
+    for w, b in zip(local_weights, local_biases, strict=True):
+        y = _linear_as_it_lies(x, w.flatten(0, -2), b, sequence_dim)
+        outputs.append(y if w.ndim == 2 else y.unflatten(-1, w.shape[:-1]))
+    return tuple(outputs) if several else outputs[0]
 
 
 def row_linear(
-    x: Tensor, weight: Leaf, bias: Any = None, *, sequence_dim: int | None = None
+    x: Tensor,
+    weight: ParamLeaf,
+    bias: Tensor | None = None,
+    *,
+    sequence_dim: int | None = None,
 ) -> Tensor:
-    """``x @ weight.T + bias``, of which each rank adds what its own features give.
+    """Computes ``x @ weight.T + bias``: each rank has some of the input's features.
 
     Args:
         x: [..., in / n], this rank's features, as ``column_linear`` gives them.
@@ -119,26 +145,29 @@ def row_linear(
     >>> row_linear(torch.ones(2, 4), torch.ones(3, 4), torch.ones(3)).shape
     torch.Size([2, 3])
     """
-    part, axis = part_of("row_linear", weight, (1,))
+    local_weight, axis = local_part("row_linear", weight, (1,))
     _check_whole(bias)
-    sequence_dim = _checked("row_linear", x, axis, sequence_dim)
+    sequence_dim = _check_sequence_dim("row_linear", x, axis, sequence_dim)
     if axis is None:
-        return F.linear(x, part, bias)
+        return F.linear(x, local_weight, bias)
     claim_rank_local(x, axis, "row_linear")
-    y = _summed(_linear(x, part, None, sequence_dim), axis, sequence_dim)
+    y = _sum_over_ranks(
+        _linear_as_it_lies(x, local_weight, None, sequence_dim), axis, sequence_dim
+    )
+    # The whole bias meets split tokens: its gradients are summed over the ranks.
     if bias is not None and sequence_dim is not None:
         bias = pcast(bias, axis, to="V")
     return y if bias is None else y + bias
 
 
 def vocab_embedding(
-    weight: Leaf,
+    weight: ParamLeaf,
     tokens: Tensor,
     *,
     padding_idx: int | None = None,
     sequence_dim: int | None = None,
 ) -> Tensor:
-    """The rows of ``weight`` at ``tokens``, of a vocabulary that is split.
+    """Looks up the rows of ``weight`` at ``tokens``, of a vocabulary that is split.
 
     Args:
         weight: [vocabulary, features], split along dim 0.
@@ -162,43 +191,53 @@ def vocab_embedding(
     >>> vocab_embedding(torch.eye(3), torch.tensor([2, 0])).tolist()
     [[0.0, 0.0, 1.0], [1.0, 0.0, 0.0]]
     """
-    part, axis = part_of("vocab_embedding", weight, (0,))
-    count = int(weight.shape[0])
+    local_weight, axis = local_part("vocab_embedding", weight, (0,))
+    vocabulary = int(weight.shape[0])
     if padding_idx is not None:
-        if not -count <= padding_idx < count:
+        if not -vocabulary <= padding_idx < vocabulary:
             raise ValueError(
                 f"vocab_embedding: padding_idx={padding_idx} is outside the vocabulary "
-                f"of {count}: give one from {-count} to {count - 1}"
+                f"of {vocabulary}: give one from {-vocabulary} to {vocabulary - 1}"
             )
-        padding_idx %= count
-    rows = part.shape[0]
-    own = own_rows("vocab_embedding: token", tokens, rows, axis)
+        padding_idx %= vocabulary
+    rows = local_weight.shape[0]
+    local_tokens = locate_rows("vocab_embedding: token", tokens, rows, axis)
     if axis is None:
-        return F.embedding(own.at, part, padding_idx)
+        return F.embedding(local_tokens.index, local_weight, padding_idx)
+    # Each rank looks up its own rows, and 0 for all others: the sum has every row once.
     if padding_idx is not None:
         padding_idx -= get_group(axis).position * rows
-    known = isinstance(padding_idx, int) and 0 <= padding_idx < rows
-    y = F.embedding(own.at, part, padding_idx if known else None)
+    is_local_number = isinstance(padding_idx, int) and 0 <= padding_idx < rows
+    y = F.embedding(
+        local_tokens.index, local_weight, padding_idx if is_local_number else None
+    )
     if isinstance(padding_idx, Tensor):  # on a vmap mesh, that of every rank
-        y = torch.where((own.at == padding_idx).unsqueeze(-1), y.detach(), y)
-    sequence_dim = _checked("vocab_embedding", y, axis, sequence_dim)
-    return _summed(torch.where(own.mine.unsqueeze(-1), y, 0), axis, sequence_dim)
+        y = torch.where(
+            (local_tokens.index == padding_idx).unsqueeze(-1), y.detach(), y
+        )
+    sequence_dim = _check_sequence_dim("vocab_embedding", y, axis, sequence_dim)
+    return _sum_over_ranks(
+        torch.where(local_tokens.is_local.unsqueeze(-1), y, 0), axis, sequence_dim
+    )
 
 
-def part_of(
-    what: str,
-    leaf: Leaf,
+def local_part(
+    layer: str,
+    leaf: ParamLeaf,
     dims: Sequence[int],
     *,
-    like: Leaf | None = None,
+    like: ParamLeaf | None = None,
     axis: str | None = None,
 ) -> tuple[Tensor, str | None]:
-    """This rank's part of a leaf, and the axis over which one of ``dims`` is split.
+    """Returns this rank's part of a leaf, and the axis over which it is split.
 
     Args:
-        what: who asks, for the message.
-        like: a leaf whose axis it must be split over.
-        axis: the axis over which it must be split, and over which a plain tensor is.
+        layer: the name of the function that asks, for messages.
+        leaf: a leaf that is whole, or split along one dim; or a plain tensor.
+        dims: the dims along which it may be split.
+        like: a leaf over whose axis it must be split.
+        axis: the axis over which it must be split. A plain tensor is taken for this
+            rank's part over it.
 
     Raises:
         ValueError: it is split along another dim, or more than once, or otherwise than
@@ -208,52 +247,64 @@ def part_of(
         splits: Any = ()
     elif leaf.layout.flat is not None:
         raise ValueError(
-            f"{what}: {leaf.layout} lies in a buffer: read it in an @ff.unit, which "
+            f"{layer}: {leaf.layout} lies in a buffer: read it in an @ff.unit, which "
             "gathers the rest"
         )
     else:
         splits = leaf.layout.splits
-    found = splits[0].axis if splits else None
-    wanted = like.layout.splits if isinstance(like, Sharded) else ()
-    others = len(splits) > 1 or any(split.dim not in dims for split in splits)
-    unlike = like is not None and found != (wanted[0].axis if wanted else None)
-    apart = isinstance(leaf, Sharded) and axis not in (None, found)
-    if others or unlike or apart:
-        over = f'axis "{axis}", or leave axis= out' if apart else "one axis"
-        way = f"split it along dim {' or '.join(map(str, dims))}, over {over}"
-        if unlike:
-            way = f"lay it out over the axis of {_said(like)}"
-        raise ValueError(f"{what}: {_said(leaf)} is no leaf for it: {way}")
+    leaf_axis = splits[0].axis if splits else None
+    like_splits = like.layout.splits if isinstance(like, Sharded) else ()
+    # Three ways to be laid out wrongly.
+    wrong_dims = len(splits) > 1 or any(split.dim not in dims for split in splits)
+    wrong_axis = like is not None and leaf_axis != (
+        like_splits[0].axis if like_splits else None
+    )
+    not_over_axis = isinstance(leaf, Sharded) and axis not in (None, leaf_axis)
+    if wrong_dims or wrong_axis or not_over_axis:
+        over = f'axis "{axis}", or leave axis= out' if not_over_axis else "one axis"
+        advice = f"split it along dim {' or '.join(map(str, dims))}, over {over}"
+        if wrong_axis:
+            advice = f"lay it out over the axis of {_describe_layout(like)}"
+        raise ValueError(
+            f"{layer}: {_describe_layout(leaf)} is no leaf for it: {advice}"
+        )
     for split in splits:
         n = leaf.shape[split.dim]
         if n % split.size:
-            below = n // split.size * split.size
+            multiple = n // split.size * split.size
             raise ValueError(
-                f"{what}: {_said(leaf)}: the axis does not divide {n}: pad it to "
-                f"{below + split.size}" + (f", or cut it to {below}" if below else "")
+                f"{layer}: {_describe_layout(leaf)}: the axis does not divide {n}: pad "
+                f"it to {multiple + split.size}"
+                + (f", or cut it to {multiple}" if multiple else "")
             )
-    return (leaf.local, found) if isinstance(leaf, Sharded) else (leaf, axis)
+    return (leaf.local, leaf_axis) if isinstance(leaf, Sharded) else (leaf, axis)
 
 
-def token_dim(what: str, x: Tensor, dim: int) -> int:
-    """``dim``, counted from the start, as one of those of tokens."""
+def token_dim(layer: str, x: Tensor, dim: int) -> int:
+    """Returns ``dim`` counted from the start; raises unless it is a dim of tokens."""
     if not -x.ndim <= dim < x.ndim or dim % x.ndim == x.ndim - 1:
         raise ValueError(
-            f"{what}: sequence_dim={dim} of shape {tuple(x.shape)}: it is one of the "
+            f"{layer}: sequence_dim={dim} of shape {tuple(x.shape)}: it is one of the "
             "dims before the last, of tokens"
         )
     return dim % x.ndim
 
 
-def _checked(what: str, x: Tensor, axis: str | None, dim: int | None) -> int | None:
-    """``sequence_dim``; without it all ranks of the axis must have the same tokens."""
+def _check_sequence_dim(
+    layer: str, x: Tensor, axis: str | None, dim: int | None
+) -> int | None:
+    """Returns ``sequence_dim`` counted from the start, or None.
+
+    Raises ValueError if it is None over an axis whose ranks have different tokens.
+    """
     if dim is not None:
-        return token_dim(what, x, dim)
-    refuse_mean(what, axis)
+        return token_dim(layer, x, dim)
+    refuse_averaged_axis(layer, axis)
     return None
 
 
-def _check_whole(bias: Any) -> None:
+def _check_whole(bias: ParamLeaf | None) -> None:
+    """Raises ValueError if a bias is split."""
     if isinstance(bias, Sharded) and bias.layout.splits:
         raise ValueError(
             f"row_linear: the bias {bias.name!r} has the layout {bias.layout}; the "
@@ -261,26 +312,24 @@ def _check_whole(bias: Any) -> None:
         )
 
 
-def _said(leaf: Any) -> str:
+def _describe_layout(leaf: ParamLeaf | None) -> str:
     return str(leaf.layout) if isinstance(leaf, Sharded) else "a whole tensor"
 
 
-def _summed(y: Tensor, axis: str, sequence_dim: int | None) -> Tensor:
-    """The ranks' terms of an activation, summed."""
+def _sum_over_ranks(y: Tensor, axis: str, sequence_dim: int | None) -> Tensor:
+    """Sums the ranks' terms of an activation, and splits it if tokens are split."""
     if sequence_dim is None:
         return psum(y, axis)
     return psum_scatter(y, axis, dim=sequence_dim)
 
 
-def _linear(
+def _linear_as_it_lies(
     x: Tensor, weight: Tensor, bias: Tensor | None, sequence_dim: int | None
 ) -> Tensor:
-    """``F.linear`` of rows in the order in which they lie in memory.
-
-    Sequences that were gathered lie position by position, as they came, and those to
-    be scattered are to lie so: each product would first bring its input into another
-    order, and keep that copy for its backward.
-    """
+    """Computes ``F.linear`` of rows in the order in which they lie in memory."""
+    # A gathered sequence lies position by position, rank after rank, and one that will
+    # be scattered must lie so. ``F.linear`` of another order would copy its input, and
+    # autograd would save the copy.
     if sequence_dim is None or x.is_contiguous():
         return F.linear(x, weight, bias)
     by_position = x.movedim(sequence_dim, 0)

@@ -1,21 +1,23 @@
-"""The last layer and its cross-entropy as one, which never holds all logits.
+"""The last layer and its cross-entropy as one, which never has all logits in memory.
 
-These are made of some tokens at a time, summed up, forgotten.
-Two ways lead to the gradients:
+The logits of a tile (some tokens) are computed, summed and freed. There are two ways to
+the gradients:
 
-- Where the loss is a mean or a sum and autograd alone looks, they are made in the
-  forward pass, tile by tile: three products, as many as without tiles. Those of x and
-  of the weight are kept, [N, D] and [V, D], and the backward pass multiplies them by
-  the one number that comes back. With a number for each token that would not do, who
-  differentiates twice would find constants, and in fp16 the scale of the loss would
-  come too late.
-- Else only what came in is kept, and the backward pass makes each tile's logits anew:
-  four products, and derivatives of any order.
+- ``LossAndGradients``, where the loss is a mean or a sum and autograd alone
+  differentiates: the forward pass computes the gradients too, tile by tile, in three
+  products, as many as without tiles. The gradients of x and of the weight, [N, D] and
+  [V, D], are saved, and the backward pass multiplies them by the one cotangent. It is
+  not used for a loss for each token, which has many cotangents; nor for second
+  derivatives, which would take the saved gradients for constants; nor in fp16, where
+  the scale of the loss would come too late.
+- ``TiledSums`` otherwise: only x and the weight are saved, and the backward pass
+  computes each tile's logits again: four products, and derivatives of any order.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any, NoReturn
 
 import torch
 import torch.nn.functional as F
@@ -26,93 +28,132 @@ from fsfunc.comm.collectives import all_gather
 from fsfunc.comm.groups import axis_size
 from fsfunc.comm.typed_maps import pcast
 from fsfunc.core.frames import composable
-from fsfunc.nn.cross_entropy import Tiles, exponentiated, gradient_of, is_transformed
-from fsfunc.nn.numerics import autocast, wide, without_autocast
-from fsfunc.nn.tensor_parallel import part_of, token_dim
+from fsfunc.nn.cross_entropy import (
+    Tiles,
+    exponentiate,
+    logit_gradient,
+    under_vmap_or_forward_ad,
+)
+from fsfunc.nn.numerics import cast_by_autocast, sum_dtype, without_autocast
+from fsfunc.nn.tensor_parallel import local_part, token_dim
 from fsfunc.nn.token_losses import Targets, TokenLoss
 from fsfunc.sharded.leaf import Sharded
 
-_CLASSES = 2**13  # of the weight's gradient that are summed at a time in another dtype
+_CLASSES_A_CAST = 2**13  # rows of the weight's gradient that are cast and added at once
 
 
 class _Gradients:
-    """Gradients of x and the weight, to which each tile adds its share."""
+    """The gradients of x and the weight, to which each tile adds its share."""
+
+    dx: Tensor | None
+    dw: Tensor | None
 
     def __init__(self, x: Tensor, w: Tensor, needs: Sequence[bool]):
         self.x, self.w, self.dx, self.dw = x, w, None, None
         if needs[0]:
             self.dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
         if needs[1]:
-            self.dw = torch.zeros(w.shape, dtype=wide(w), device=w.device)
+            self.dw = torch.zeros(w.shape, dtype=sum_dtype(w), device=w.device)
 
-    def add(self, i: slice, p: Tensor) -> None:
-        """``p``: the derivative by the logits of the tokens ``i``."""
-        x, p = self.x[i], p.to(self.x.dtype)
+    def add(self, tokens: slice, p: Tensor) -> None:
+        """Adds the gradients through ``p``, the derivative by the tokens' logits."""
+        x, p = self.x[tokens], p.to(self.x.dtype)
         if self.dx is not None:
-            torch.mm(p, self.w, out=self.dx[i])
+            torch.mm(p, self.w, out=self.dx[tokens])
         if self.dw is None:
             return
         if p.dtype == self.dw.dtype:
             self.dw.addmm_(p.T, x)
             return
-        for part, to in zip(p.split(_CLASSES, 1), self.dw.split(_CLASSES), strict=True):
-            to.add_(part.T @ x)
+        # The sum is in fp32, but the product is in the dtype of x: it is added some
+        # classes at a time, so that it is never there as a whole beside the sum.
+        for p_columns, dw_rows in zip(
+            p.split(_CLASSES_A_CAST, 1), self.dw.split(_CLASSES_A_CAST), strict=True
+        ):
+            dw_rows.add_(p_columns.T @ x)
 
-    def found(self) -> tuple[Tensor | None, Tensor | None]:
+    def cast_to_inputs(self) -> tuple[Tensor | None, Tensor | None]:
+        """Returns the gradients in the dtypes of x and the weight."""
         return self.dx, None if self.dw is None else self.dw.to(self.w.dtype)
 
 
-class MadeForward(torch.autograd.Function):
-    """The loss, and the gradients of x and the weight, which the backward scales."""
+class LossAndGradients(torch.autograd.Function):
+    """The loss with the gradients of x and the weight, which the backward scales.
+
+    ``anchor`` is an empty sum that depends on x and the weight: see
+    ``_RefuseDerivative``.
+    """
 
     @staticmethod
-    def forward(x, w, at, mine, kept, anchor, tiles):  # type: ignore[override]
-        own, loss, each = Targets(at, mine, kept), tiles.loss, []
+    def forward(  # type: ignore[override]
+        x: Tensor,
+        w: Tensor,
+        index: Tensor,
+        is_local: Tensor,
+        counted: Tensor,
+        anchor: Tensor,
+        tiles: Tiles,
+    ) -> tuple[Tensor | None, ...]:
+        targets, loss, losses = Targets(index, is_local, counted), tiles.loss, []
         gradients = _Gradients(x, w, (x.requires_grad, w.requires_grad))
-        weights = loss.weights(kept, wide(x))
+        weights = loss.token_weights(counted, sum_dtype(x))
         with without_autocast(x):
-            for i in tiles.cuts(x):
-                z = tiles.logits(x[i], w, own[i])
-                sums, top = exponentiated(z, own[i], loss.smooth)
-                sums = loss.joined(sums)
-                each.append(loss.of(sums))
-                by_lse, *slopes = loss.slopes(sums[0], weights[i])
-                by_lse = by_lse * (top - sums[0]).exp()
-                gradients.add(i, gradient_of(z, own[i], (by_lse, *slopes)))
-                del z  # or it lives beside the next
-        return loss.reduced(torch.cat(each), kept), *gradients.found()
+            for tokens in tiles.slices(x):
+                z = tiles.logits(x[tokens], w, targets[tokens])
+                sums, largest = exponentiate(z, targets[tokens], loss.needs_total)
+                sums = loss.join_over_ranks(sums)
+                losses.append(loss.loss_of(sums))
+                by_lse, *by_others = loss.cotangents(sums[0], weights[tokens])
+                # z is exp(logits - largest), the softmax exp(logits - lse).
+                by_lse = by_lse * (largest - sums[0]).exp()
+                gradients.add(
+                    tokens, logit_gradient(z, targets[tokens], (by_lse, *by_others))
+                )
+                del z  # else it would be in memory beside the next tile's
+        return loss.reduce(torch.cat(losses), counted), *gradients.cast_to_inputs()
 
     @staticmethod
-    def setup_context(ctx, inputs, output):
+    def setup_context(
+        ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor | None, ...]
+    ) -> None:
         _, dx, dw = output
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*(y for y in (dx, dw) if y is not None))
         ctx.save_for_backward(dx, dw, inputs[5])
 
     @staticmethod
-    def backward(ctx, g, *_):  # type: ignore[override]
+    def backward(ctx: Any, g: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         dx, dw, anchor = ctx.saved_tensors
         if g is None:
             return (None,) * 7
         dx, dw = (None if y is None else y * g.to(y.dtype) for y in (dx, dw))
-        if torch.is_grad_enabled():  # what is constant here would be lost in silence
-            dx, dw = (None if y is None else _Once.apply(y, anchor) for y in (dx, dw))
+        # Under ``create_graph`` the saved gradients would count as constants, and
+        # second derivatives would silently lack a term.
+        if torch.is_grad_enabled():
+            dx, dw = (
+                None if y is None else _RefuseDerivative.apply(y, anchor)
+                for y in (dx, dw)
+            )
         return dx, dw, None, None, None, None, None
 
 
-class _Once(torch.autograd.Function):
-    """A gradient that was made in a forward pass: who differentiates it is refused."""
+class _RefuseDerivative(torch.autograd.Function):
+    """The identity on a gradient computed forward; to differentiate it raises.
+
+    The gradient itself has no graph. ``anchor`` ties it to x and the weight, so that
+    autograd gets here when it differentiates by them.
+    """
 
     @staticmethod
-    def forward(y, anchor):  # type: ignore[override]
+    def forward(y: Tensor, anchor: Tensor) -> Tensor:  # type: ignore[override]
         return y.view_as(y)
 
     @staticmethod
-    def setup_context(ctx, inputs, output):
+    def setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
         pass
 
     @staticmethod
-    def backward(ctx, g):  # type: ignore[override]
+    def backward(ctx: Any, g: Tensor) -> NoReturn:  # type: ignore[override]
         raise RuntimeError(
             "linear_cross_entropy: the gradient of a mean or a sum is made in the "
             "forward pass, and autograd cannot differentiate it again: take both "
@@ -122,83 +163,115 @@ class _Once(torch.autograd.Function):
 
 
 class TiledSums(torch.autograd.Function):
-    """``Tiles.sums``, keeping what comes in alone."""
+    """``Tiles.sums`` in the memory of one tile; it saves its inputs and ``lse``."""
 
     @staticmethod
-    def forward(x, w, at, mine, tiles):  # type: ignore[override]
-        own, found = Targets(at, mine, mine), []
+    def forward(  # type: ignore[override]
+        x: Tensor, w: Tensor, index: Tensor, is_local: Tensor, tiles: Tiles
+    ) -> tuple[Tensor, ...]:
+        targets, tile_sums = Targets(index, is_local, is_local), []
         with without_autocast(x):
-            for i in tiles.cuts(x):
-                z = tiles.logits(x[i], w, own[i])
-                found.append(exponentiated(z, own[i], tiles.loss.smooth)[0])
+            for tokens in tiles.slices(x):
+                z = tiles.logits(x[tokens], w, targets[tokens])
+                tile_sums.append(
+                    exponentiate(z, targets[tokens], tiles.loss.needs_total)[0]
+                )
                 del z
-        return tuple(torch.cat(parts) for parts in zip(*found, strict=True))
+        return tuple(torch.cat(parts) for parts in zip(*tile_sums, strict=True))
 
     @staticmethod
-    def setup_context(ctx, inputs, output):
-        x, w, at, mine, ctx.tiles = inputs
-        ctx.save_for_backward(x, w, at, mine, output[0])
+    def setup_context(
+        ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
+    ) -> None:
+        x, w, index, is_local, ctx.tiles = inputs
+        ctx.save_for_backward(x, w, index, is_local, output[0])
 
     @staticmethod
-    def backward(ctx, *slopes):  # type: ignore[override]
-        x, w, at, mine, lse = ctx.saved_tensors
-        if is_transformed():
-            found = ctx.tiles.pullback(x, w, Targets(at, mine, mine), slopes)
+    def backward(ctx: Any, *cotangents: Tensor) -> tuple[Tensor | None, ...]:
+        x, w, index, is_local, lse = ctx.saved_tensors
+        if under_vmap_or_forward_ad():
+            gradients = ctx.tiles.pull_back(
+                x, w, Targets(index, is_local, is_local), cotangents
+            )
         elif torch.is_grad_enabled():
-            found = _TiledPullback.apply(x, w, at, mine, lse, ctx.tiles, *slopes)
+            gradients = _TiledPullback.apply(
+                x, w, index, is_local, lse, ctx.tiles, *cotangents
+            )
         else:
-            needs, own = ctx.needs_input_grad[:2], Targets(at, mine, mine)
-            found = _pulled_back(x, w, own, lse, slopes, ctx.tiles, needs)
-        return *found, None, None, None
+            needs, targets = (
+                ctx.needs_input_grad[:2],
+                Targets(index, is_local, is_local),
+            )
+            gradients = _pull_back_by_tiles(
+                x, w, targets, lse, cotangents, ctx.tiles, needs
+            )
+        return *gradients, None, None, None
 
 
 class _TiledPullback(torch.autograd.Function):
-    """The gradients of x and the weight by the sums: to be differentiated again."""
+    """The gradients of x and the weight by the sums, which can be differentiated."""
 
     @staticmethod
-    def forward(x, w, at, mine, lse, tiles, *slopes):  # type: ignore[override]
-        own = Targets(at, mine, mine)
-        return _pulled_back(x, w, own, lse, slopes, tiles, (True, True))
+    def forward(  # type: ignore[override]
+        x: Tensor,
+        w: Tensor,
+        index: Tensor,
+        is_local: Tensor,
+        lse: Tensor,
+        tiles: Tiles,
+        *cotangents: Tensor,
+    ) -> tuple[Tensor | None, Tensor | None]:
+        targets = Targets(index, is_local, is_local)
+        return _pull_back_by_tiles(x, w, targets, lse, cotangents, tiles, (True, True))
 
     @staticmethod
-    def setup_context(ctx, inputs, output):
-        x, w, at, mine, _, ctx.tiles, *slopes = inputs
-        ctx.save_for_backward(x, w, at, mine, *slopes)
+    def setup_context(
+        ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor | None, ...]
+    ) -> None:
+        x, w, index, is_local, _, ctx.tiles, *cotangents = inputs
+        ctx.save_for_backward(x, w, index, is_local, *cotangents)
 
     @staticmethod
-    def backward(ctx, *g):  # type: ignore[override]
-        x, w, at, mine, *slopes = ctx.saved_tensors
-        own = Targets(at, mine, mine)
+    def backward(ctx: Any, *g: Tensor) -> tuple[Tensor | None, ...]:
+        x, w, index, is_local, *cotangents = ctx.saved_tensors
+        targets = Targets(index, is_local, is_local)
 
-        def again(x: Tensor, w: Tensor, *slopes: Tensor) -> tuple[Tensor, ...]:
-            return ctx.tiles.pullback(x, w, own, slopes)
+        def pull_back(x: Tensor, w: Tensor, *cotangents: Tensor) -> tuple[Tensor, ...]:
+            return ctx.tiles.pull_back(x, w, targets, cotangents)
 
-        dx, dw, *by_slopes = torch.func.vjp(again, x, w, *slopes)[1](g)
-        return dx, dw, None, None, None, None, *by_slopes
+        dx, dw, *by_cotangents = torch.func.vjp(pull_back, x, w, *cotangents)[1](g)
+        return dx, dw, None, None, None, None, *by_cotangents
 
 
-def _pulled_back(
+def _pull_back_by_tiles(
     x: Tensor,
     w: Tensor,
-    own: Targets,
+    targets: Targets,
     lse: Tensor,
-    slopes: Sequence[Tensor],
+    cotangents: Sequence[Tensor],
     tiles: Tiles,
     needs: Sequence[bool],
 ) -> tuple[Tensor | None, Tensor | None]:
-    """``Tiles.pullback``, in the memory of a tile."""
+    """Computes ``Tiles.pull_back`` in the memory of one tile."""
     gradients = _Gradients(x, w, needs)
     lse = lse.clamp(min=torch.finfo(lse.dtype).min)  # -inf - -inf would be NaN
     with without_autocast(x):
-        for i in tiles.cuts(x):
-            z = tiles.logits(x[i], w, own[i]).sub_(lse[i].unsqueeze(-1)).exp_()
-            gradients.add(i, gradient_of(z, own[i], [y[i] for y in slopes]))
+        for tokens in tiles.slices(x):
+            z = (
+                tiles.logits(x[tokens], w, targets[tokens])
+                .sub_(lse[tokens].unsqueeze(-1))
+                .exp_()
+            )
+            gradients.add(
+                tokens,
+                logit_gradient(z, targets[tokens], [y[tokens] for y in cotangents]),
+            )
             del z
-    return gradients.found()
+    return gradients.cast_to_inputs()
 
 
-_NAME = "linear_cross_entropy"
-_TILE = 2**25  # logits in a tile: 128 MiB in fp32
+_LAYER = "linear_cross_entropy"
+_LOGITS_A_TILE = 2**25  # logits in a tile: 128 MiB in fp32
 
 
 def linear_cross_entropy(
@@ -216,7 +289,7 @@ def linear_cross_entropy(
     margin: float = 0.0,
     reduction: str = "mean",
 ) -> Tensor:
-    """The cross-entropy of ``targets`` under the logits ``x @ weight.T``, never held.
+    """Computes the cross-entropy of ``targets`` under logits ``x @ weight.T`` by tiles.
 
     What ``F.cross_entropy(F.linear(x, weight), targets)`` gives (and with a z-loss
     ``z_loss * logsumexp^2`` more for every token), in a fraction of its memory. With
@@ -225,7 +298,7 @@ def linear_cross_entropy(
 
     It holds under autograd and ``torch.func``, to any order, ``jvp`` and ``vmap``
     included. Only autograd's own ``create_graph=True``, of a mean or a sum, is refused
-    where its result is differentiated: ``torch.func`` does it.
+    where its result is differentiated; use ``torch.func`` for that.
 
     Args:
         x: [..., D] floating, one value over the axis; with ``sequence_dim`` split
@@ -260,9 +333,9 @@ def linear_cross_entropy(
     Cost: N tokens, b bytes a number (4, or 8 in fp64): forward, a tile at a time,
     all-reduces of b N (the maximum) and 2 b N (3 b N with smoothing) in all; backward
     one of ``x`` (with ``sequence_dim`` one all-gather of it, and one reduce-scatter).
-    Kept: the two gradients, or ``x`` and the weight. Beside them a tile (two in another
-    dtype), the weight's gradient in fp32 while it is summed, and with ``scale`` the
-    normalised weight. Only a second derivative, or a ``vmap`` of the first, has all
+    Saved: the two gradients, or ``x`` and the weight. Beside them a tile (two in
+    another dtype), the weight's gradient in fp32 while it is summed, and with ``scale``
+    the normalised weight. Only a second derivative, or a ``vmap`` of the first, has all
     logits at once.
 
     Source: Shoeybi et al., 2019, section 3 (the split); Hsu et al., 2024, section 3.2
@@ -272,52 +345,76 @@ def linear_cross_entropy(
     >>> linear_cross_entropy(x, w, torch.tensor([0, 3, 1]), tile=2).exp().item()
     4.0
     """
-    part, axis = part_of(_NAME, weight, (0,), axis=axis)
+    local_weight, axis = local_part(_LAYER, weight, (0,), axis=axis)
     shift = 0.0
     if scale is None:
-        x, part = autocast(x, part)
+        x, local_weight = cast_by_autocast(x, local_weight)
     if scale is None and margin:
         raise ValueError(
-            f"{_NAME}: margin={margin!r} is one between cosines: give scale= too"
+            f"{_LAYER}: margin={margin!r} is one between cosines: give scale= too"
         )
     if tile is not None and tile < 1:
-        raise ValueError(f"{_NAME}: tile={tile!r}: tokens, at least one; or None")
-    loss = TokenLoss.checked(_NAME, len(part), axis, label_smoothing, z_loss, reduction)
-    shape = list(x.shape[:-1])
+        raise ValueError(f"{_LAYER}: tile={tile!r}: tokens, at least one; or None")
+    loss = TokenLoss.from_arguments(
+        _LAYER, len(local_weight), axis, label_smoothing, z_loss, reduction
+    )
+    token_shape = list(x.shape[:-1])
     if axis is not None and sequence_dim is not None:
-        shape[token_dim(_NAME, x, sequence_dim)] *= axis_size(axis)
-    own = Targets.checked(_NAME, targets, shape, loss, ignore_index)
-    own = Targets(own.at.flatten(), own.mine.flatten(), own.kept.flatten())
+        token_shape[token_dim(_LAYER, x, sequence_dim)] *= axis_size(axis)
+    local_targets = Targets.locate(_LAYER, targets, token_shape, loss, ignore_index)
+    local_targets = Targets(
+        local_targets.index.flatten(),
+        local_targets.is_local.flatten(),
+        local_targets.counted.flatten(),
+    )
     if axis is not None:
         if sequence_dim is None:
             x = pcast(x, axis, to="V")
         else:
-            claim_rank_local(x, axis, _NAME)
+            claim_rank_local(x, axis, _LAYER)
             x = all_gather(x, axis, dim=sequence_dim)
     x = x.reshape(-1, x.shape[-1])
     if scale is not None:
-        dtype = torch.promote_types(wide(x), wide(part))
-        x, part = (F.normalize(y.to(dtype), dim=-1) for y in (x, part))
+        dtype = torch.promote_types(sum_dtype(x), sum_dtype(local_weight))
+        x, local_weight = (F.normalize(y.to(dtype), dim=-1) for y in (x, local_weight))
         x, shift = scale * x, -scale * margin
-    tiles = Tiles(tile or max(16, _TILE // loss.own), shift, loss)
-    if reduction != "none" and _is_made_forward(x, part):
-        anchor = x[:0].sum() + part[:0].sum()
-        return MadeForward.apply(x, part, own.at, own.mine, own.kept, anchor, tiles)[0]
-    if is_transformed():
-        sums = tiles.sums(x, part, own)
+    tiles = Tiles(tile or max(16, _LOGITS_A_TILE // loss.local_classes), shift, loss)
+    if reduction != "none" and _computes_gradients_forward(x, local_weight):
+        anchor = x[:0].sum() + local_weight[:0].sum()
+        return LossAndGradients.apply(
+            x,
+            local_weight,
+            local_targets.index,
+            local_targets.is_local,
+            local_targets.counted,
+            anchor,
+            tiles,
+        )[0]
+    if under_vmap_or_forward_ad():
+        sums = tiles.sums(x, local_weight, local_targets)
     else:
-        sums = TiledSums.apply(x, part, own.at, own.mine, tiles)
-    # By tiles too: ranks exchange the same whoever differentiates.
-    each = [loss.of(loss.joined([y[i] for y in sums])) for i in tiles.cuts(x)]
-    found = loss.reduced(torch.cat(each), own.kept)
-    return found.reshape(targets.shape) if reduction == "none" else found
+        sums = TiledSums.apply(
+            x, local_weight, local_targets.index, local_targets.is_local, tiles
+        )
+    # By tiles too, as ``LossAndGradients`` does: ranks exchange the same messages
+    # whichever of them differentiates.
+    losses = [
+        loss.loss_of(loss.join_over_ranks([y[tokens] for y in sums]))
+        for tokens in tiles.slices(x)
+    ]
+    reduced = loss.reduce(torch.cat(losses), local_targets.counted)
+    return reduced.reshape(targets.shape) if reduction == "none" else reduced
 
 
-def _is_made_forward(x: Tensor, part: Tensor) -> bool:
-    """True if autograd alone will differentiate a mean or a sum, and once."""
-    if not torch.is_grad_enabled() or not (x.requires_grad or part.requires_grad):
+def _computes_gradients_forward(x: Tensor, weight: Tensor) -> bool:
+    """Returns whether the gradients of a mean or a sum can be computed forward.
+
+    That is if autograd alone will differentiate, and once.
+    """
+    if not torch.is_grad_enabled() or not (x.requires_grad or weight.requires_grad):
         return False
     if composable():
         return False
-    # A loss's scale reaches what is made backward; the rest would be lost in fp16.
+    # Loss scaling multiplies the cotangent. In fp16 gradients that are computed before
+    # would underflow already.
     return x.dtype != torch.float16

@@ -1,12 +1,13 @@
-"""Loss of a token, of sums over its logits, and of all tokens.
+"""The cross-entropy of a token from three sums over its logits, and its reductions.
 
-Of a row of logits z and a target y the loss needs three sums: the logarithm of the sum
-of exponentials, z_y, and, where labels are smoothed, the sum of all:
+Both cross-entropies (``cross_entropy.py``, ``tiled_cross_entropy.py``) use it. For a
+row of logits z and a target y the loss needs the logarithm of the sum of exponentials,
+z_y, and, where labels are smoothed, the sum of all logits:
 
     loss = lse - (1 - e) z_y - (e / V) sum z + c lse^2
 
-with e the smoothing and c the z-loss. A rank makes them of its part of the vocabulary,
-and what goes between ranks is one number a token and sum.
+with e the smoothing and c the z-loss. Each rank computes these sums over its part of
+the vocabulary. So ranks exchange one number for each token and sum, and no logits.
 """
 
 from __future__ import annotations
@@ -24,185 +25,217 @@ from fsfunc.comm.groups import axis_size, get_group
 
 @dataclass(frozen=True)
 class TokenLoss:
-    """Loss of a token, of the sums over its logits, and of all tokens.
+    """The options of a cross-entropy, and its equation in parts.
 
     Args:
-        axis: over which the vocabulary is split.
-        own, classes: the sizes of this rank's part and of the whole vocabulary.
+        axis: the mesh axis over which the vocabulary is split; None: it is whole.
+        local_classes: the size of this rank's part of the vocabulary.
+        classes: the size of the whole vocabulary.
+        label_smoothing, z_loss: e and c of the equation above.
+        reduction: "mean", "sum" or "none".
     """
 
     axis: str | None
-    own: int
+    local_classes: int
     classes: int
     label_smoothing: float
     z_loss: float
     reduction: str
 
     @staticmethod
-    def checked(
-        what: str,
-        own: int,
+    def from_arguments(
+        layer: str,
+        local_classes: int,
         axis: str | None,
         label_smoothing: float,
         z_loss: float,
         reduction: str,
     ) -> TokenLoss:
-        """``own``: the size of this rank's part of the vocabulary."""
-        refuse_mean(what, axis)
+        """Checks the arguments of the public function ``layer``.
+
+        Raises:
+            ValueError: as the public functions say.
+        """
+        refuse_averaged_axis(layer, axis)
         if reduction not in ("mean", "sum", "none"):
             raise ValueError(
-                f"{what}: reduction={reduction!r}: it is 'mean', 'sum' or 'none'"
+                f"{layer}: reduction={reduction!r}: it is 'mean', 'sum' or 'none'"
             )
         if not 0 <= label_smoothing <= 1:
             raise ValueError(
-                f"{what}: label_smoothing={label_smoothing} is no share: give one "
+                f"{layer}: label_smoothing={label_smoothing} is no share: give one "
                 "within [0, 1]"
             )
         size = 1 if axis is None else axis_size(axis)
-        return TokenLoss(axis, own, own * size, label_smoothing, z_loss, reduction)
+        return TokenLoss(
+            axis,
+            local_classes,
+            local_classes * size,
+            label_smoothing,
+            z_loss,
+            reduction,
+        )
 
     @property
-    def smooth(self) -> bool:
-        """True if the sum of all logits is needed."""
+    def needs_total(self) -> bool:
+        """Whether the loss needs the sum of all logits."""
         return self.label_smoothing > 0
 
-    def joined(self, sums: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """The sums over the whole vocabulary, of those over the ranks' parts."""
+    def join_over_ranks(self, sums: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """Returns the sums over the whole vocabulary, from those over this part."""
         if self.axis is None:
             return tuple(sums)
-        lse, *rest = sums
-        top = pmax(lse.detach(), self.axis)
-        parts = torch.stack([(lse - top).exp(), *rest])
-        total, *rest = psum(parts, self.axis).unbind()
-        return (top + total.log(), *rest)
+        lse, *others = sums
+        # Detached: the result does not depend on the shift, so neither does a gradient.
+        largest = pmax(lse.detach(), self.axis)
+        scaled = torch.stack([(lse - largest).exp(), *others])
+        total, *others = psum(scaled, self.axis).unbind()
+        return (largest + total.log(), *others)
 
-    def of(self, sums: Sequence[Tensor]) -> Tensor:
-        """The loss of each token: the module's equation."""
+    def loss_of(self, sums: Sequence[Tensor]) -> Tensor:
+        """Returns the loss of each token: the module's equation."""
         lse, target, *total = sums
         loss = lse - (1 - self.label_smoothing) * target
         for z in total:
             loss = loss - self.label_smoothing / self.classes * z
         return loss + self.z_loss * lse.square() if self.z_loss else loss
 
-    def slopes(self, lse: Tensor, weights: Tensor) -> tuple[Tensor, ...]:
-        """The derivatives of ``weights * of(sums)`` by each of the joined sums."""
+    def cotangents(self, lse: Tensor, weights: Tensor) -> tuple[Tensor, ...]:
+        """Returns the derivatives of ``weights * loss_of(sums)`` by each joined sum."""
         by_lse = weights * (1 + 2 * self.z_loss * lse) if self.z_loss else weights
         by_target = -(1 - self.label_smoothing) * weights
-        if not self.smooth:
+        if not self.needs_total:
             return by_lse, by_target
         return by_lse, by_target, -self.label_smoothing / self.classes * weights
 
-    def weights(self, kept: Tensor, dtype: torch.dtype) -> Tensor:
-        """The weight of each token in ``reduced``, a mean or a sum."""
-        share = torch.ones((), dtype=dtype, device=kept.device)
-        share = share / kept.sum() if self.reduction == "mean" else share
-        return torch.where(kept, share, 0)
+    def token_weights(self, counted: Tensor, dtype: torch.dtype) -> Tensor:
+        """Returns the weight of each token in a mean or a sum: 0 if it is ignored."""
+        weight = torch.ones((), dtype=dtype, device=counted.device)
+        weight = weight / counted.sum() if self.reduction == "mean" else weight
+        return torch.where(counted, weight, 0)
 
-    def reduced(self, each: Tensor, kept: Tensor) -> Tensor:
-        """The loss of all tokens; those that do not count are 0."""
-        each = torch.where(kept, each, 0)
+    def reduce(self, losses: Tensor, counted: Tensor) -> Tensor:
+        """Reduces the losses of all tokens; those that are ignored are 0."""
+        losses = torch.where(counted, losses, 0)
         if self.reduction == "none":
-            return each
-        return each.sum() / kept.sum() if self.reduction == "mean" else each.sum()
+            return losses
+        return (
+            losses.sum() / counted.sum() if self.reduction == "mean" else losses.sum()
+        )
 
 
 @dataclass(frozen=True)
 class Targets:
-    """Places of the targets in this rank's part of the vocabulary.
+    """Indices into a split vocabulary, as rows of this rank's part of it.
 
     Args:
-        at: [...] int64, the class within the part: 0 where another rank has it; past
-            the end where nobody has, so that torch's own check meets it.
-        mine: [...], whether this rank has it.
-        kept: [...], whether it counts.
+        index: [...] int64, the row within the part. 0 where another rank has it; past
+            the end where no rank has it, so that torch's own check raises.
+        is_local: [...] bool, whether this rank has the row.
+        counted: [...] bool, whether the token counts: it is not ``ignore_index``.
     """
 
-    at: Tensor
-    mine: Tensor
-    kept: Tensor
+    index: Tensor
+    is_local: Tensor
+    counted: Tensor
 
     @staticmethod
-    def checked(
-        what: str,
+    def locate(
+        layer: str,
         targets: Tensor,
         shape: Sequence[int],
         loss: TokenLoss,
         ignore_index: int,
     ) -> Targets:
-        """``shape``: that of the tokens."""
-        what = f"{what}: target"
-        targets = _integers(what, targets)
+        """Locates the targets in this rank's part; checks that each token has one.
+
+        Args:
+            layer: the public function's name, for messages.
+            shape: the shape of the tokens.
+        """
+        title = f"{layer}: target"
+        targets = _to_int64(title, targets)
         if targets.shape != torch.Size(shape):
             raise ValueError(
-                f"{what}s of shape {tuple(targets.shape)} for tokens of shape "
+                f"{title}s of shape {tuple(targets.shape)} for tokens of shape "
                 f"{tuple(shape)}: give each token one"
             )
-        return own_rows(what, targets, loss.own, loss.axis, ignore_index)
+        return locate_rows(title, targets, loss.local_classes, loss.axis, ignore_index)
 
     def __getitem__(self, rows: slice) -> Targets:
-        return Targets(self.at[rows], self.mine[rows], self.kept[rows])
+        return Targets(self.index[rows], self.is_local[rows], self.counted[rows])
 
 
-def own_rows(
-    what: str,
+def locate_rows(
+    title: str,
     index: Tensor,
-    own: int,
+    rows: int,
     axis: str | None,
     ignore_index: int | None = None,
 ) -> Targets:
-    """Places of indices into a vocabulary in this rank's ``own`` rows of it.
+    """Locates indices into a vocabulary in this rank's part of it.
 
     Args:
-        what: names one of them, for the message.
+        title: what one index is, for messages: "vocab_embedding: token".
         index: [...] integers, the same on all ranks of the axis.
-        ignore_index: one that does not count.
+        rows: how many rows of the vocabulary this rank has.
+        axis: the axis over which it is split; None: it is whole.
+        ignore_index: an index of tokens that do not count.
 
     Raises:
-        TypeError: no integers.
-        IndexError: an index that is no row, where it costs nothing to ask.
-        ValueError: an axis over which each rank has its own.
+        TypeError: indices that are not integers.
+        IndexError: an index outside the vocabulary, if reading it costs no wait.
+        ValueError: an axis over which each rank has tokens of its own.
     """
-    refuse_mean(f"{what}s", axis)
-    index = _integers(what, index)
-    count = own if axis is None else own * axis_size(axis)
-    kept = torch.ones_like(index, dtype=torch.bool)
-    advice = f"give 0 to {count - 1}"
+    refuse_averaged_axis(f"{title}s", axis)
+    index = _to_int64(title, index)
+    vocabulary = rows if axis is None else rows * axis_size(axis)
+    counted = torch.ones_like(index, dtype=torch.bool)
+    advice = f"give 0 to {vocabulary - 1}"
     if ignore_index is not None:
-        kept = index != ignore_index
+        counted = index != ignore_index
         advice += f", or ignore_index={ignore_index} for a token that does not count"
-    outside = kept & ((index < 0) | (index >= count))
-    if (found := _first(torch.where(outside, index, 0))) is not None:
+    outside = counted & ((index < 0) | (index >= vocabulary))
+    if (bad_index := _first_nonzero(torch.where(outside, index, 0))) is not None:
         raise IndexError(
-            f"{what} {found} is outside the vocabulary of {count}: {advice}"
+            f"{title} {bad_index} is outside the vocabulary of {vocabulary}: {advice}"
         )
-    start = 0 if axis is None else get_group(axis).position * own
-    mine = kept & (index >= start) & (index < start + own)
-    at = torch.where(mine, index - start, 0)
-    return Targets(torch.where(outside, own, at), mine, kept)
+    start = 0 if axis is None else get_group(axis).position * rows
+    is_local = counted & (index >= start) & (index < start + rows)
+    local_index = torch.where(is_local, index - start, 0)
+    return Targets(torch.where(outside, rows, local_index), is_local, counted)
 
 
-def refuse_mean(what: str, axis: str | None) -> None:
-    """Raises where what the ranks of the axis must have in common is each one's own."""
+def refuse_averaged_axis(title: str, axis: str | None) -> None:
+    """Raises ValueError for an axis of ``shard``: there each rank has its own tokens.
+
+    A layer whose weights are split needs the same tokens on all ranks.
+    """
     if axis is not None and get_group(axis).loss_is_mean:
         raise ValueError(
-            f'{what}: over axis "{axis}" shard averages the ranks\' losses, each of '
+            f'{title}: over axis "{axis}" shard averages the ranks\' losses, each of '
             "its own tokens: split over another axis of the mesh"
         )
 
 
-def _integers(what: str, index: Tensor) -> Tensor:
-    kind = index.dtype
-    if kind.is_floating_point or kind.is_complex or kind == torch.bool:
-        raise TypeError(f"{what}s are integers, got {kind}")
+def _to_int64(title: str, index: Tensor) -> Tensor:
+    """Casts indices to int64; raises TypeError unless they are integers."""
+    dtype = index.dtype
+    if dtype.is_floating_point or dtype.is_complex or dtype == torch.bool:
+        raise TypeError(f"{title}s are integers, got {dtype}")
     return index.long()
 
 
-def _first(values: Tensor) -> int | None:
-    """The first value but 0, if there is one and asking costs nothing."""
+def _first_nonzero(values: Tensor) -> int | None:
+    """Returns the first value that is not 0, if any, and if reading it is cheap.
+
+    Tensors without data have none; one on an accelerator would have to be waited for.
+    """
     values = _torch.unwrapped(values)
-    fake = isinstance(values, _torch.FakeTensor) or values.is_meta
-    if fake or _torch.device_of(values).type != "cpu" or _torch.fake_active():
+    has_no_data = isinstance(values, _torch.FakeTensor) or values.is_meta
+    if has_no_data or _torch.device_of(values).type != "cpu" or _torch.fake_active():
         return None
+    # Beneath ``vmap`` and dispatch modes, which refuse or record reading a value.
     with _torch.beneath_functorch(), _torch.beneath_all_modes():
-        found = values[values != 0]
-        return int(found[0]) if found.numel() else None
+        nonzero = values[values != 0]
+        return int(nonzero[0]) if nonzero.numel() else None

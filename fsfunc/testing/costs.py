@@ -1,4 +1,10 @@
-"""Bytes that a step sends and holds: assert_cost, live_bytes."""
+"""Bytes that a step sends, and bytes of memory it takes: assert_cost, live_bytes.
+
+``assert_cost`` runs a function under ``ff.ledger`` and compares what each rank sent
+with what the test expects. ``live_bytes`` watches all operators inside it through the
+observer of the planner (``planning/observer.py``) and notes each storage that comes and
+goes.
+"""
 
 from __future__ import annotations
 
@@ -13,18 +19,21 @@ from torch import Tensor
 
 from fsfunc import tree
 from fsfunc.comm.backends.abstract import AbstractLink
-from fsfunc.comm.backends.link import Handle
+from fsfunc.comm.backends.link import Handle, Link
+from fsfunc.comm.groups import RankGroup
 from fsfunc.comm.ledgers import Record
-from fsfunc.comm.mesh import maybe_here, set_here
+from fsfunc.comm.mesh import Mesh, maybe_here, set_here
 from fsfunc.comm.traffic import Ledger, ledger
 from fsfunc.planning.events import Allocated, Freed
 from fsfunc.planning.observer import Observer
 from fsfunc.runtime.memory import OFFLOADED, counting, fresh_buffers
 from fsfunc.runtime.scopes import in_one_thread
 from fsfunc.sharded.leaf import Sharded, is_sharded
+from fsfunc.tree.types import PyTree
 
-_SHOWN = 12  # collectives of a message
+_SHOWN = 12  # collectives that an error message lists
 
+Number = int | Fraction
 Bytes = int | Fraction | Mapping[str, int | Fraction]
 
 
@@ -35,7 +44,7 @@ def assert_cost(
     collectives: int | Mapping[str, int] | None = None,
     rank: int | None = None,
 ) -> Any:
-    """Runs ``fn(*args)``; raises unless every rank sends just this.
+    """Runs ``fn(*args)``; raises unless every rank sends exactly what is expected.
 
     Inside ``spmd`` it checks this rank; outside, every rank of this process.
 
@@ -63,124 +72,148 @@ def assert_cost(
         raise ValueError("assert_cost needs bytes= or collectives=: what is to be sent")
     with ledger() as log:
         out = fn(*args)
-    found = sorted(log.ranks | {r.rank for r in log.records}) or [0]
-    for at in found if rank is None else [rank]:
-        for what, sent, due in _claims(log, at, bytes, collectives):
-            if sent != due:
-                raise AssertionError(_message(log, at, what, sent, due))
+    ranks = sorted(log.ranks | {r.rank for r in log.records}) or [0]
+    for rank_index in ranks if rank is None else [rank]:
+        for title, sent, expected in _compare_costs(
+            log, rank_index, bytes, collectives
+        ):
+            if sent != expected:
+                raise AssertionError(
+                    _describe_cost(log, rank_index, title, sent, expected)
+                )
     return out
 
 
-def _claims(
-    log: Ledger, rank: int, size: Any, counts: Any
-) -> list[tuple[str, Any, Any]]:
-    """(what, what is sent, what is to be)."""
+def _compare_costs(
+    log: Ledger,
+    rank: int,
+    bytes: Bytes | None,
+    collectives: int | Mapping[str, int] | None,
+) -> list[tuple[str, Number, Number]]:
+    """Returns (title, sent, expected) of each cost that the caller has given.
+
+    With expectations by axis or by op, what was sent over other axes, or by other ops,
+    is compared with 0.
+    """
     records = log.of(rank)
     by_axis: dict[str, Fraction] = {}
     ops: Counter[str] = Counter()
-    kinds = set[tuple[str, str]]()  # op, and op and axis
+    op_keys = set[tuple[str, str]]()  # ("psum", "psum data")
     for r in records:
         axis = ", ".join(r.axis)
         by_axis[axis] = by_axis.get(axis, Fraction(0)) + r.bytes
         ops[r.op] += 1
         ops[f"{r.op} {axis}"] += 1
-        kinds.add((r.op, f"{r.op} {axis}"))
-    claims: list[tuple[str, Any, Any]] = []
-    if isinstance(size, Mapping):
-        every = dict.fromkeys([*size, *(a for a, n in by_axis.items() if n)])
-        for axis in every:
+        op_keys.add((r.op, f"{r.op} {axis}"))
+    comparisons: list[tuple[str, Number, Number]] = []
+    if isinstance(bytes, Mapping):
+        axes = dict.fromkeys([*bytes, *(a for a, count in by_axis.items() if count)])
+        for axis in axes:
             sent = by_axis.get(axis, 0)
-            claims.append((f"bytes over {axis!r}", sent, size.get(axis, 0)))
-    elif size is not None:
-        claims.append(("bytes in all", sum(by_axis.values()), size))
-    if isinstance(counts, Mapping):
-        claims += [(f"collectives {op!r}", ops[op], n) for op, n in counts.items()]
-        by_axis_too = {key.partition(" ")[0] for key in counts}
-        rest = [kind for kind in kinds if kind[0] not in counts]
-        others = {kind[kind[0] in by_axis_too] for kind in rest} - set(counts)
-        claims += [(f"collectives {op!r}", ops[op], 0) for op in sorted(others)]
-    elif counts is not None:
-        claims.append(("collectives in all", len(records), counts))
-    return claims
+            comparisons.append((f"bytes over {axis!r}", sent, bytes.get(axis, 0)))
+    elif bytes is not None:
+        comparisons.append(("bytes in all", sum(by_axis.values()), bytes))
+    if isinstance(collectives, Mapping):
+        comparisons += [
+            (f"collectives {op!r}", ops[op], count) for op, count in collectives.items()
+        ]
+        by_axis_too = {key.partition(" ")[0] for key in collectives}
+        unnamed = [kind for kind in op_keys if kind[0] not in collectives]
+        unexpected = {kind[kind[0] in by_axis_too] for kind in unnamed} - set(
+            collectives
+        )
+        comparisons += [
+            (f"collectives {op!r}", ops[op], 0) for op in sorted(unexpected)
+        ]
+    elif collectives is not None:
+        comparisons.append(("collectives in all", len(records), collectives))
+    return comparisons
 
 
-def _message(log: Ledger, rank: int, what: str, sent: Any, due: Any) -> str:
-    kind, _, rest = what.partition(" ")
-    number = lambda n: f"{float(n):g}" if Fraction(n).denominator > 1 else f"{int(n)}"  # noqa: E731
-    lines = [f"rank {rank} sends {number(sent)} {kind} {rest}, not {number(due)}:"]
+def _describe_cost(
+    log: Ledger, rank: int, title: str, sent: Number, expected: Number
+) -> str:
+    unit, _, scope = title.partition(" ")
+    text = lambda n: f"{float(n):g}" if Fraction(n).denominator > 1 else f"{int(n)}"  # noqa: E731
+    lines = [f"rank {rank} sends {text(sent)} {unit} {scope}, not {text(expected)}:"]
     records = log.of(rank)
-    lines += [f"  {said(r)}  {number(r.bytes)} bytes" for r in records[:_SHOWN]]
+    lines += [
+        f"  {describe_record(r)}  {text(r.bytes)} bytes" for r in records[:_SHOWN]
+    ]
     if len(records) > _SHOWN:
         lines.append(f"  and {len(records) - _SHOWN} more")
     return "\n".join(lines if records else [*lines, "  nothing"])
 
 
-def said(r: Record) -> str:
-    """A collective with the line that called it, and its unit, phase and leaf."""
-    who = " ".join(part for part in (r.unit, r.phase, r.what) if part)
-    at = "" if r.where == "?" else f" at {r.where}"  # the library's own, of no line
-    return f"{r.op} over {', '.join(r.axis)}{at}  {who}".rstrip()
+def describe_record(r: Record) -> str:
+    """Returns a collective with the line that called it, its unit, phase and leaf."""
+    source = " ".join(part for part in (r.unit, r.phase, r.what) if part)
+    # Collectives of the library's own have no line of the user's.
+    location = "" if r.where == "?" else f" at {r.where}"
+    return f"{r.op} over {', '.join(r.axis)}{location}  {source}".rstrip()
 
 
 class Living:
-    """The memory that a run held: ``peak_bytes``, and ``bytes`` after each change."""
+    """The memory of tensors over a run: ``peak_bytes``, and ``bytes`` by change."""
 
     def __init__(self, observer: Observer):
         self._observer = observer
 
     @property
     def bytes(self) -> list[int]:
-        """The bytes held after each change, in order."""
-        held, rows, book = 0, [], self._observer.book
+        """The bytes of all live tensors after each change, in order."""
+        total, totals, book = 0, [], self._observer.book
         for event in book.events:
             if not isinstance(event, Allocated | Freed):
                 continue
             if book.kinds.get(event.storage) == OFFLOADED:
                 continue
             size = book.sizes[event.storage]
-            held += size if isinstance(event, Allocated) else -size
-            rows.append(held)
-        return rows
+            total += size if isinstance(event, Allocated) else -size
+            totals.append(total)
+        return totals
 
     @property
     def peak_bytes(self) -> int:
-        """The most that was held at once."""
+        """The most bytes that were live at once."""
         return max(self.bytes, default=0)
 
 
-class _Counted:
-    """A link whose own memory does not count, but for the tensor that it returns.
+class _CountedLink:
+    """A link that counts memory as a rank of its own process would take it.
 
-    Simulated ranks do each other's sums, and share what comes of them when all have
-    come; the last of them does not wait. A rank alone takes the memory of a result
-    before it sends, and holds what it sends until that is over.
+    Simulated ranks compute each other's sums and share the result, so what the link
+    itself allocates does not count. Instead a transfer counts its result from before it
+    is sent, and holds what it sends until it is over.
     """
 
-    def __init__(self, link: Any, observer: Observer):
+    def __init__(self, link: Link, observer: Observer):
         self._link, self._observer = link, observer
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._link, name)
 
-    def for_mesh(self, mesh: Any) -> Any:
+    def for_mesh(self, mesh: Mesh) -> Any:
         link = self._link.for_mesh(mesh)
-        return self if link is self._link else _Counted(link, self._observer)
+        return self if link is self._link else _CountedLink(link, self._observer)
 
-    def start(self, op: str, x: Tensor, where: Any, **how: Any) -> Handle:
-        room = None
-        if how.get("out") is None:
+    def start(self, op: str, x: Tensor, where: RankGroup, **options: Any) -> Handle:
+        result_memory = None
+        if options.get("out") is None:
             with self._paused():
-                like = x.detach().to("meta")
-                shape = AbstractLink().start(op, like, where, **how).wait()
-            room = x.new_empty(shape.shape)
+                meta = x.detach().to("meta")
+                result = AbstractLink().start(op, meta, where, **options).wait()
+            result_memory = x.new_empty(result.shape)
         with self._paused():
-            work = self._link.start(op, x, where, **how)
-        return _Awaited(work, self, room, x)
+            work = self._link.start(op, x, where, **options)
+        return _CountedTransfer(work, self, result_memory, x)
 
-    def receive(self, like: Tensor, where: Any, source: int, name: str = "") -> Handle:
+    def receive(
+        self, like: Tensor, where: RankGroup, source: int, name: str = ""
+    ) -> Handle:
         with self._paused():
             work = self._link.receive(like, where, source, name)
-        return _Awaited(work, self, like, like)
+        return _CountedTransfer(work, self, like, like)
 
     @contextmanager
     def _paused(self) -> Iterator[None]:
@@ -191,19 +224,21 @@ class _Counted:
             self._observer.is_paused = False
 
 
-class _Awaited(Handle):
-    """A transfer that holds what it sends, and has room for what comes, to its end."""
+class _CountedTransfer(Handle):
+    """A transfer that keeps alive, until it ends, what it sends and its result."""
 
-    def __init__(self, work: Handle, link: _Counted, room: Tensor | None, x: Tensor):
-        self.work, self.link, self.room = work, link, room
-        self.x: Tensor | None = x
+    def __init__(
+        self, work: Handle, link: _CountedLink, result_memory: Tensor | None, x: Tensor
+    ):
+        self.work, self.link, self.result_memory = work, link, result_memory
+        self.sent: Tensor | None = x
 
     def wait(self) -> Tensor:
         with self.link._paused():
             result = self.work.wait()
-        self.x = None
-        if self.room is not None:
-            self.room = None
+        self.sent = None
+        if self.result_memory is not None:
+            self.result_memory = None
             size = result.numel() * result.element_size()
             self.link._observer.book.record_storage(result, "", "", "", size)
         return result
@@ -213,15 +248,15 @@ class _Awaited(Handle):
 
 
 @contextmanager
-def live_bytes(*given: Any) -> Iterator[Living]:
-    """Counts the bytes of tensors that the rank's thread holds inside.
+def live_bytes(*trees: Any) -> Iterator[Living]:
+    """Counts the bytes of tensors that are live in the rank's thread inside.
 
     Each storage counts from the operator that makes it, or first reads it, until the
-    last tensor over it is gone. Memory that is kept for reuse alone is not counted, as
-    CUDA's ``max_memory_allocated`` does not: inside, each buffer is made anew.
+    last tensor over it is gone. Memory that is only cached for reuse does not count, as
+    in CUDA's ``max_memory_allocated``: inside, each buffer is allocated anew.
 
     Args:
-        given: trees that are there already: the state and the batch.
+        trees: what is there already: the state and the batch.
 
     >>> import torch, fsfunc as ff
     >>> x = torch.ones(100)
@@ -231,14 +266,14 @@ def live_bytes(*given: Any) -> Iterator[Living]:
     (1200, 800)
     """
     observer = Observer(counts_unseen=True)
-    observer.record_given("buffers", _held(given))
+    observer.record_given("buffers", _tensors_in(trees))
     try:
         with ExitStack() as stack:
             stack.enter_context(in_one_thread())
             stack.enter_context(fresh_buffers())
-            if (at := maybe_here()) is not None:  # on one device nothing is sent
-                link = _Counted(at.link, observer)
-                stack.enter_context(set_here(replace(at, link=link)))
+            if (here := maybe_here()) is not None:  # None on one device
+                link = _CountedLink(here.link, observer)
+                stack.enter_context(set_here(replace(here, link=link)))
             stack.enter_context(observer)
             stack.enter_context(counting(observer))
             yield Living(observer)
@@ -246,13 +281,14 @@ def live_bytes(*given: Any) -> Iterator[Living]:
         observer.book.close()
 
 
-def _held(trees: Any) -> Iterator[Tensor]:
+def _tensors_in(trees: PyTree) -> Iterator[Tensor]:
+    """Yields the tensors of the trees; of sharded leaves what they lie in."""
     for x in tree.leaves(trees, is_leaf=is_sharded):
-        shard = x.packed if isinstance(x, Sharded) else None
-        if shard is not None:
-            yield shard.flat
-            if shard.whole is not None:
-                yield shard.whole
+        packed = x.packed if isinstance(x, Sharded) else None
+        if packed is not None:
+            yield packed.flat
+            if packed.whole is not None:
+                yield packed.whole
         elif isinstance(x, Sharded):
             yield x.local
         elif isinstance(x, Tensor):

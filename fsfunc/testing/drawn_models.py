@@ -1,11 +1,13 @@
-"""Models and stacks of transforms, as hypothesis draws them.
+"""Models, train steps and stacks of transforms, as ``strategies.py`` draws them.
 
 They compute on integers, so that a sharded step must give the very bits of one device.
+Each flag of a model is a case that once needed code of its own: nested units, a shared
+leaf, one read outside units, dtypes that cannot be differentiated.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -23,20 +25,24 @@ from fsfunc.transforms.accumulation import accumulate
 from fsfunc.transforms.donation import donate
 from fsfunc.transforms.rematerialization import remat
 from fsfunc.transforms.sharding import shard
+from fsfunc.tree.types import PyTree
+
+Batch = Mapping[str, Tensor]
 
 WIDTH = 3
-EXTRAS = {  # leaves that a layer may have besides w: shape and dtype
-    "b": ((WIDTH,), torch.float32),  # smaller than many an axis
+# Leaves that a layer may have besides w: shape and dtype.
+EXTRAS: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
+    "b": ((WIDTH,), torch.float32),  # fewer elements than many axes have ranks
     "e": ((0, 2), torch.float32),  # empty
     "i": ((2,), torch.int64),  # never differentiated
     "s": ((), torch.float32),  # scalar
-    "u": ((5,), torch.float32),  # the layer reads none of it
+    "u": ((5,), torch.float32),  # the layer does not read it
     "wide": ((WIDTH,), torch.float64),  # of another dtype
 }
 
 
-def layer(p: Any, x: Tensor, *, scale: int = 1) -> Tensor:
-    """A layer of whichever leaves its tree has; integers in, integers out."""
+def layer(p: PyTree, x: Tensor, *, scale: int = 1) -> Tensor:
+    """Computes a layer with whichever leaves its tree has, on integers."""
     y = x @ p["w"] * scale
     if p.get("b") is not None:
         y = y + p["b"]
@@ -57,42 +63,45 @@ unit_layer = unit(layer)
 
 
 @unit
-def embed(p: Any, tokens: Tensor) -> Tensor:
-    """A layer whose backward reads none of its parameters."""
+def embed(p: PyTree, tokens: Tensor) -> Tensor:
+    """Looks up tokens: a unit whose backward reads none of its parameters."""
     return p["table"][tokens]
 
 
 @unit
-def outer(p: Any, x: Tensor) -> Tensor:
-    """A unit around units: one leaf is its own, the others are the inner ones'."""
+def outer(p: PyTree, x: Tensor) -> Tensor:
+    """Calls units inside a unit, which has one leaf of its own."""
     for inner in p["inner"]:
         x = unit_layer(inner, x)
     return x + p["shift"]
 
 
 @unit
-def add_base(p: Any, x: Tensor) -> Tensor:
-    """A layer beside a frozen one."""
+def add_base(p: PyTree, x: Tensor) -> Tensor:
+    """Adds a frozen layer to a trained one."""
     return layer(p["p"], x) + x @ p["base"]
 
 
 @unit
-def whole_loss(params: Any, frozen: Any, batch: Any, model: DrawnModel) -> Tensor:
-    """The loss of a drawn model, as one unit that has all of it."""
+def whole_loss(
+    params: PyTree, frozen: PyTree, batch: Batch, model: DrawnModel
+) -> Tensor:
+    """Computes the loss of a drawn model as one unit around all others."""
     return model.mean(params, frozen, batch)
 
 
 @dataclass(frozen=True)
 class DrawnModel:
-    """A model: what its layers hold, and how its loss uses them.
+    """A model: the leaves of its layers, and how its loss uses them.
 
     Args:
         layers: the leaves of each layer beside ``w``: names of ``EXTRAS``.
-        nested: whether a unit is around units.
-        tied: whether layers share a leaf; ``twice``: whether one is called again.
+        nested: whether there is a unit with units inside.
+        tied: whether layers share a leaf.
+        twice: whether the first layer is called again at the end.
         outside: whether the loss reads a leaf outside units.
         frozen: whether there are parameters that are not differentiated.
-        whole: whether the loss is a unit too.
+        whole: whether the loss itself is a unit.
     """
 
     layers: tuple[tuple[str, ...], ...] = ((),)
@@ -104,24 +113,24 @@ class DrawnModel:
     whole: bool = False
 
     def params(self, seed: int, dtype: torch.dtype = torch.float32) -> dict[str, Any]:
-        """The parameters of a seed."""
-        draw = torch.Generator().manual_seed(seed)
+        """Draws the parameters from a seed."""
+        generator = torch.Generator().manual_seed(seed)
 
-        def make(shape: tuple[int, ...], kind: torch.dtype) -> Tensor:
-            x = torch.randint(-2, 3, shape, generator=draw, device="cpu")
-            return x.to(dtype if kind == torch.float32 else kind)
+        def make(shape: tuple[int, ...], leaf_dtype: torch.dtype) -> Tensor:
+            x = torch.randint(-2, 3, shape, generator=generator, device="cpu")
+            return x.to(dtype if leaf_dtype == torch.float32 else leaf_dtype)
 
-        def one(names: tuple[str, ...]) -> dict[str, Any]:
-            made = {"w": make((WIDTH, WIDTH), torch.float32), "none": None}
-            return made | {n: make(*EXTRAS[n]) for n in names}
+        def make_layer(names: tuple[str, ...]) -> dict[str, Any]:
+            leaves = {"w": make((WIDTH, WIDTH), torch.float32), "none": None}
+            return leaves | {n: make(*EXTRAS[n]) for n in names}
 
         p: dict[str, Any] = {
             "embed": {"table": make((4, WIDTH), torch.float32)},
-            "layers": [one(names) for names in self.layers],
+            "layers": [make_layer(names) for names in self.layers],
         }
         if self.nested:
             shift = make((WIDTH,), torch.float32)
-            p["outer"] = {"inner": [one(("b",))], "shift": shift}
+            p["outer"] = {"inner": [make_layer(("b",))], "shift": shift}
         if self.tied:
             p["tied"] = make((WIDTH,), torch.float32)
         if self.outside:
@@ -131,18 +140,21 @@ class DrawnModel:
     def frozen_params(
         self, seed: int, dtype: torch.dtype = torch.float32
     ) -> dict[str, Tensor]:
-        """Those that are not differentiated."""
-        draw = torch.Generator().manual_seed(seed + 1)
-        w = torch.randint(-1, 2, (WIDTH, WIDTH), generator=draw, device="cpu").to(dtype)
+        """Draws the parameters that are not differentiated."""
+        generator = torch.Generator().manual_seed(seed + 1)
+        w = torch.randint(-1, 2, (WIDTH, WIDTH), generator=generator, device="cpu").to(
+            dtype
+        )
         return {"base": w} if self.frozen else {}
 
-    def loss(self, params: Any, frozen: Any, batch: Any) -> Tensor:
-        """The mean over the batch of something integer-valued."""
+    def loss(self, params: PyTree, frozen: PyTree, batch: Batch) -> Tensor:
+        """Returns the mean over the batch of an integer-valued function."""
         if self.whole:
             return whole_loss(params, frozen, batch, self)
         return self.mean(params, frozen, batch)
 
-    def mean(self, params: Any, frozen: Any, batch: Any) -> Tensor:
+    def mean(self, params: PyTree, frozen: PyTree, batch: Batch) -> Tensor:
+        """Returns the loss, computed without a unit around it."""
         h = embed(params["embed"], batch["tokens"])
         tie = {"tied": params["tied"]} if self.tied else {}
         for k, p in enumerate(params["layers"]):
@@ -163,22 +175,22 @@ class DrawnModel:
 def rows(
     count: int, seed: int = 0, dtype: torch.dtype = torch.float32
 ) -> dict[str, Tensor]:
-    """A batch of that many rows for a drawn model."""
-    draw = torch.Generator().manual_seed(seed + 2)
+    """Draws a batch of ``count`` rows for a drawn model."""
+    generator = torch.Generator().manual_seed(seed + 2)
     return {
-        "tokens": torch.randint(0, 4, (count,), generator=draw, device="cpu"),
+        "tokens": torch.randint(0, 4, (count,), generator=generator, device="cpu"),
         "targets": torch.randint(
-            -2, 3, (count, WIDTH), generator=draw, device="cpu"
+            -2, 3, (count, WIDTH), generator=generator, device="cpu"
         ).to(dtype),
     }
 
 
 @dataclass(frozen=True)
 class DrawnStep:
-    """A train step of a drawn model, its state and its data.
+    """A train step of a drawn model, with its state and its data.
 
-    As ``step(state, batch) -> (state, loss)``, one step of descent; or its gradient
-    call alone, ``gradient(params, batch) -> (loss, grads)``, where nothing is frozen.
+    ``step(state, batch) -> (state, loss)`` is one step of descent. If nothing is
+    frozen, ``gradient(params, batch) -> (loss, grads)`` is its gradient call alone.
 
     >>> import torch
     >>> drawn = DrawnStep(DrawnModel())
@@ -208,7 +220,7 @@ class DrawnStep:
 
     @property
     def step(self) -> Callable[..., Any]:
-        return partial(_step, self.model)
+        return partial(_descend, self.model)
 
     def batch(self, count: int) -> dict[str, Tensor]:
         return rows(count, self.seed)
@@ -217,7 +229,9 @@ class DrawnStep:
 _DESCENT = sgd(0.5)
 
 
-def _step(model: DrawnModel, state: TrainState, batch: Any) -> tuple[Any, Tensor]:
+def _descend(
+    model: DrawnModel, state: TrainState, batch: Batch
+) -> tuple[TrainState, Tensor]:
     loss, grads = value_and_grad(model.loss)(state.params, state.extra, batch)
     return state.apply_gradients(grads, _DESCENT), loss
 
@@ -227,10 +241,10 @@ class DrawnStack:
     """Transforms in an order: ``stack(step)`` is the step under them.
 
     Args:
-        order: of "shard", "remat", "accumulate", "pipeline" and "donate", the innermost
-            first.
-        axis, options: what ``shard`` is given.
-        microbatches: what ``accumulate`` and ``pipeline`` are given.
+        order: names among "shard", "remat", "accumulate", "pipeline" and "donate", the
+            innermost first.
+        axis, options: the arguments of ``shard``.
+        microbatches: the argument of ``accumulate`` and ``pipeline``.
         pipe: the axis of ``pipeline``, along which the batch is whole.
 
     >>> import fsfunc as ff
@@ -242,18 +256,18 @@ class DrawnStack:
     mesh: Mesh
     order: tuple[str, ...] = ("shard",)
     axis: Axis = "data"
-    options: Any = None
+    options: Mapping[str, Any] | None = None
     microbatches: int = 2
     pipe: str = ""
 
     def __call__(self, step: Callable[..., Any]) -> Callable[..., Any]:
         for name in self.order:
-            args, options = self._given(name)
+            args, options = self._arguments_of(name)
             step = _TRANSFORMS[name](step, *args, **options)
         return step
 
-    def _given(self, name: str) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The arguments of a transform beside the step."""
+    def _arguments_of(self, name: str) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Returns the arguments of a transform beside the step."""
         if name == "shard":
             return (self.mesh, self.axis), dict(self.options or {})
         if name == "pipeline":
@@ -269,18 +283,18 @@ class DrawnStack:
 
     @property
     def rows(self) -> int:
-        """The smallest batch that every rank, and microbatch, has a row of."""
+        """The smallest batch with a row for every rank and microbatch."""
         times = sum(name in ("accumulate", "pipeline") for name in self.order)
         return self.mesh.axis_size(self.axes) * self.microbatches**times
 
     def __repr__(self) -> str:
-        said = "step"
+        text = "step"
         for name in self.order:
-            args, options = self._given(name)
-            each = ["mesh" if x is self.mesh else repr(x) for x in args]
-            each += [f"{k}={v!r}" for k, v in options.items()]
-            said = f"{name}({', '.join([said, *each])})"
-        return f"{said}  # of {self.mesh}"
+            args, options = self._arguments_of(name)
+            arguments = ["mesh" if x is self.mesh else repr(x) for x in args]
+            arguments += [f"{k}={v!r}" for k, v in options.items()]
+            text = f"{name}({', '.join([text, *arguments])})"
+        return f"{text}  # of {self.mesh}"
 
 
 _TRANSFORMS: dict[str, Callable[..., Any]] = {

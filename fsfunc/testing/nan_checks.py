@@ -1,4 +1,8 @@
-"""NaN: the first value of a step that is not finite, and NaN in unwritten memory."""
+"""NaN: ``finite`` finds the first one; ``poison`` fills unwritten memory with it.
+
+``finite`` is a transform that checks the values of all units and gradient calls.
+Under ``poison`` a step that reads memory before it is written returns NaN.
+"""
 
 from __future__ import annotations
 
@@ -14,11 +18,13 @@ from fsfunc import tree
 from fsfunc.comm.mesh import maybe_here
 from fsfunc.core.frames import Interpretation, transformed
 from fsfunc.core.outcomes import GradientCall, Outcome
+from fsfunc.core.units import Call
 from fsfunc.runtime.memory import BufferPool
 from fsfunc.sharded.layout import describe
 from fsfunc.sharded.leaf import is_sharded
-from fsfunc.testing.comparing import place_of
-from fsfunc.testing.observed_runs import unseen
+from fsfunc.testing.comparing import index_of_element
+from fsfunc.testing.observed_runs import without_values
+from fsfunc.tree.types import PyTree
 
 
 class NotFinite(FloatingPointError):
@@ -26,7 +32,7 @@ class NotFinite(FloatingPointError):
 
 
 def finite(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """``fn``, which raises at the first value that is NaN or infinite.
+    """Transforms ``fn`` to raise at the first value that is NaN or infinite.
 
     It checks, in this order: the arguments of ``fn``, the arguments and outputs of each
     unit, the cotangents of units' outputs, the loss, the gradients, and the result of
@@ -37,9 +43,9 @@ def finite(fn: Callable[..., Any]) -> Callable[..., Any]:
         NotFinite: names the unit or leaf, the first such element, the rank and its
             coordinates.
 
-    Cost: each of these tensors is read once, and waited for: for debugging. Of a job
-    that :func:`ff.testing.recorded` keeps, one rank is looked at alone by
-    :func:`ff.testing.replay`, and the job itself pays nothing for it.
+    Cost: each of these tensors is read once, and waited for: use it to debug. To spare
+    a large job that, record it by :func:`ff.testing.recorded`, and check one rank alone
+    by :func:`ff.testing.replay`.
 
     >>> import torch, fsfunc as ff
     >>> root = ff.unit(lambda w, x: (x * w).sqrt())
@@ -54,46 +60,53 @@ def finite(fn: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _Finite(Interpretation):
-    """Looks at what units and gradient calls are given, and give."""
+    """Checks the arguments and results of units and gradient calls."""
 
     called = "finite"
 
-    def call(self, f: Callable[..., Any], args: Any, keywords: Any) -> Any:
-        name = getattr(f, "__name__", "the step")
-        look(args, f"{name} is given", "argument ")
+    def call(
+        self, f: Callable[..., Any], args: tuple[Any, ...], keywords: dict[str, Any]
+    ) -> Any:
+        step_name = getattr(f, "__name__", "the step")
+        check_finite(args, f"{step_name} is given", "argument ")
         out = super().call(f, args, keywords)
-        look(out, f"{name} returns")
+        check_finite(out, f"{step_name} returns")
         return out
 
-    def unit(self, run: Callable[..., Any], call: Any) -> Callable[..., Any]:
-        said = f"unit {call.name!r}"
-        of_cotangent = f"the cotangent of what {said} returns is"
+    def unit(self, run: Callable[..., Any], call: Call) -> Callable[..., Any]:
+        unit_name = f"unit {call.name!r}"
+        cotangent_text = f"the cotangent of what {unit_name} returns is"
 
-        def looked(params: Any, /, *inputs: Any, **keywords: Any) -> Any:
-            look(params, f"{said} is given", "parameter ")
-            look((inputs, keywords), f"{said} is given")
+        def checked(params: Any, /, *inputs: Any, **keywords: Any) -> Any:
+            check_finite(params, f"{unit_name} is given", "parameter ")
+            check_finite((inputs, keywords), f"{unit_name} is given")
             out = run(params, *inputs, **keywords)
-            look(out, f"{said} returns")
+            check_finite(out, f"{unit_name} returns")
             for x in tree.leaves(out, is_leaf=is_sharded):
-                if isinstance(x, Tensor) and x.requires_grad and not unseen():
-                    x.register_hook(lambda g: look(g, of_cotangent))
+                if isinstance(x, Tensor) and x.requires_grad and not without_values():
+                    x.register_hook(lambda g: check_finite(g, cotangent_text))
             return out
 
-        return looked
+        return checked
 
     def gradient(self, run: Callable[..., Any]) -> Callable[..., Any]:
-        def looked(call: GradientCall) -> Outcome:
+        def checked(call: GradientCall) -> Outcome:
             outcome = run(call)
-            look(outcome.total, "the loss is")
-            look(outcome.grads, "there is a gradient of")
+            check_finite(outcome.total, "the loss is")
+            check_finite(outcome.grads, "there is a gradient of")
             return outcome
 
-        return looked
+        return checked
 
 
-def look(value: Any, says: str, kind: str = "") -> None:
-    """Raises where a tensor in a tree holds what is not finite."""
-    if unseen():
+def check_finite(value: PyTree, prefix: str, kind: str = "") -> None:
+    """Raises NotFinite if a tensor in a tree has an element that is not finite.
+
+    Args:
+        prefix: begins the message: "unit 'block' returns".
+        kind: what the leaves are: "argument ".
+    """
+    if without_values():
         return
     paths, leaves, _ = tree.flatten_with_paths(value, is_leaf=is_sharded)
     for path, leaf in zip(paths, leaves, strict=True):
@@ -101,32 +114,34 @@ def look(value: Any, says: str, kind: str = "") -> None:
         if not isinstance(x, Tensor) or not (x.is_floating_point() or x.is_complex()):
             continue
         with torch.no_grad():
-            good = x.detach().isfinite()
-            if bool(good.all()):
+            is_finite = x.detach().isfinite()
+            if bool(is_finite.all()):
                 continue
-            at = place_of(int((~good).reshape(-1).int().argmax()), x.shape)
-            number = x.detach()[at].item()
-        where = f" of {kind}{path!r}" if path else ""
+            index = index_of_element(
+                int((~is_finite).reshape(-1).int().argmax()), x.shape
+            )
+            number = x.detach()[index].item()
+        leaf_text = f" of {kind}{path!r}" if path else ""
         part = ", this rank's part," if is_sharded(leaf) else ""
         raise NotFinite(
-            f"{says} {number!r} at {at}{where or ' of'} "
-            f"{describe(x.shape, x.dtype)}{part}{_who()}"
+            f"{prefix} {number!r} at {index}{leaf_text or ' of'} "
+            f"{describe(x.shape, x.dtype)}{part}{_describe_rank()}"
         )
 
 
-def _who() -> str:
-    at = maybe_here()
-    if at is None:
+def _describe_rank() -> str:
+    here = maybe_here()
+    if here is None:
         return " on one device"
-    return f" on rank {at.rank} {at.mesh.coordinates(at.rank)}"
+    return f" on rank {here.rank} {here.mesh.coordinates(here.rank)}"
 
 
 @contextmanager
 def poison() -> Iterator[None]:
-    """Fills memory that means nothing yet, or no more, with NaN.
+    """Fills memory that is not yet written, or no longer in use, with NaN.
 
-    Inside, the buffers of gathers and reductions are spoiled as they are handed out and
-    as they are let go of, and so is what ``torch.empty`` and its like return (integers:
+    Inside, the buffers of gathers and reductions are filled as they are handed out and
+    as they are released, and so is what ``torch.empty`` and the like return (integers:
     their largest). A step that reads a stale buffer, or padding, then returns NaN,
     where it may have been right by chance.
 
@@ -137,11 +152,11 @@ def poison() -> Iterator[None]:
     ...     torch.empty(2)
     tensor([nan, nan])
     """
-    was = torch.are_deterministic_algorithms_enabled()
-    warned = torch.is_deterministic_algorithms_warn_only_enabled()
+    was_deterministic = torch.are_deterministic_algorithms_enabled()
+    was_warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
     settings: Any = torch.utils.deterministic
-    filled = settings.fill_uninitialized_memory
-    poisoned = BufferPool.poison
+    was_filling = settings.fill_uninitialized_memory
+    was_poisoned = BufferPool.poison
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", ".*deterministic.*")
         try:
@@ -151,6 +166,8 @@ def poison() -> Iterator[None]:
             BufferPool.poison = True
             yield
         finally:
-            BufferPool.poison = poisoned
-            settings.fill_uninitialized_memory = filled
-            torch.use_deterministic_algorithms(was, warn_only=warned)
+            BufferPool.poison = was_poisoned
+            settings.fill_uninitialized_memory = was_filling
+            torch.use_deterministic_algorithms(
+                was_deterministic, warn_only=was_warn_only
+            )

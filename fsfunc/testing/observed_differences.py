@@ -1,4 +1,8 @@
-"""What was seen of two steps, compared in the order in which a step computes it."""
+"""Comparison of two steps' logs, value by value in the order in which a step computes.
+
+``first_difference`` (``parting.py``) observes both steps, and asks a ``LogComparison``
+first whether their results differ, and then for the first value before that differs.
+"""
 
 from __future__ import annotations
 
@@ -11,91 +15,113 @@ import torch
 from torch import Tensor
 
 from fsfunc import _torch, tree
-from fsfunc.testing.alignment import Near, Verdict, compared
-from fsfunc.testing.comparing import difference
+from fsfunc.testing.alignment import Near, Verdict, compare_values
+from fsfunc.testing.comparing import find_difference
 from fsfunc.testing.finite_field import is_exact, values
-from fsfunc.testing.observed_runs import Part, RunLog, Slot, UnitRun, observe
+from fsfunc.testing.observed_runs import BatchPart, RunLog, UnitRun, ValueKey, observe
 from fsfunc.testing.places import (
     FirstDifference,
+    describe_unit_call,
     place_in_unit,
-    place_of_slot,
-    unit_call,
+    place_of_value,
 )
-from fsfunc.testing.step_runs import Calls, rows_of
+from fsfunc.testing.step_runs import StepCaller, rows_of_rank
+from fsfunc.tree.types import Leaf, PyTree
 
 Check = Callable[[], tuple[Verdict, FirstDifference]]
 
 
 @dataclass(frozen=True)
-class Compared:
-    """What was seen of two steps.
+class LogComparison:
+    """The logs of two steps, of which ``ours`` is taken to be right.
 
     Args:
-        step: the step that ``ours`` is of, and ``how`` it was called.
-        state, batch: what it was called with.
-        wide: the same in float64, where runs are not exact.
-        alone: what is seen of ``step`` on a part's rows, by call, once it is asked.
+        step: the step that ``ours`` is of.
+        caller: what called both.
+        state, batch: the arguments of both.
+        ours, theirs: the logs.
+        in_float64: the log of ``step`` in float64; None in exact runs. How far values
+            may be apart is measured by it.
+        logs_of_parts: logs of ``step`` on the rows of one part, by call and part, made
+            when they are first needed.
     """
 
     step: Callable[..., Any]
-    how: Calls
-    state: Any
-    batch: Any
+    caller: StepCaller
+    state: PyTree
+    batch: Sequence[PyTree]
     ours: RunLog
     theirs: RunLog
-    wide: RunLog | None
-    alone: dict[tuple[int, Part], RunLog] = field(default_factory=dict)
+    in_float64: RunLog | None
+    logs_of_parts: dict[tuple[int, BatchPart], RunLog] = field(default_factory=dict)
 
     # What the calls return
 
     def returned(self) -> FirstDifference | None:
-        """The first leaf that differs in what the calls return, by their number."""
-        for k in range(self.how.count):
-            expected = self.ours.outs[0][k]
+        """Returns the first leaf that differs in the results of the calls, or None."""
+        for call in range(self.caller.count):
+            expected = self.ours.outputs[0][call]
             paths, leaves, _ = tree.flatten_with_paths(expected)
-            for out in self.theirs.outs:
-                tree.check_same_structure(expected, out[k])
-            found = [tree.leaves(out[k]) for out in self.theirs.outs]
-            wides: Any = [[None] * len(paths)]
-            if self.wide is not None:
-                wides = [tree.leaves(out[k]) for out in self.wide.outs]
+            for outputs in self.theirs.outputs:
+                tree.check_same_structure(expected, outputs[call])
+            leaves_by_rank = [
+                tree.leaves(outputs[call]) for outputs in self.theirs.outputs
+            ]
+            float64_leaves: Any = [[None] * len(paths)]
+            if self.in_float64 is not None:
+                float64_leaves = [
+                    tree.leaves(outputs[call]) for outputs in self.in_float64.outputs
+                ]
             for i, (path, x) in enumerate(zip(paths, leaves, strict=True)):
-                near = self._near([(x, wides[0][i])])
-                ranks = [r for r, ys in enumerate(found) if not _same(x, ys[i], near)]
+                is_near = self._near([(x, float64_leaves[0][i])])
+                ranks = [
+                    rank
+                    for rank, their_leaves in enumerate(leaves_by_rank)
+                    if not _leaves_agree(x, their_leaves[i], is_near)
+                ]
                 if ranks:
-                    phase = "reduction" if self._is_reduced(k, x) else "update"
+                    phase = "reduction" if self._is_reduced(call, x) else "update"
                     value = (
                         f"{path!r} of what the step returns" if path else "its value"
                     )
-                    alone = len(ranks) == 1 < len(found)
-                    rank = ranks[0] if alone else None
-                    return FirstDifference(k, phase, None, (), value, path, rank)
+                    is_one_rank = len(ranks) == 1 < len(leaves_by_rank)
+                    rank = ranks[0] if is_one_rank else None
+                    return FirstDifference(call, phase, None, (), value, path, rank)
         return None
 
-    def _is_reduced(self, call: int, x: Any) -> bool:
-        """True of a loss or a gradient that a step returns as it is."""
+    def _is_reduced(self, call: int, x: Leaf) -> bool:
+        """Returns whether a result is a loss or gradient, returned as it is."""
         return isinstance(x, Tensor) and any(
             y.shape == x.shape and _equal(x, y)
-            for (k, *_), by_rank in self.ours.reduced.items()
+            for (call_of_result, *_), by_rank in self.ours.gradient_results.items()
             for y in by_rank.values()
-            if k == call
+            if call_of_result == call
         )
 
     # Inside
 
     def first(self, returned: FirstDifference) -> FirstDifference:
-        """The first difference before one in what a call returns, or that one."""
+        """Returns the first difference before ``returned``, or ``returned`` itself.
+
+        It also counts what agreed, and what could not be compared.
+        """
         equal = uncompared = 0
         for check in self._in_order(returned.call):
-            verdict, said = check()
+            verdict, place = check()
             if verdict.agrees is False:
-                said = _told(replace(said, seen=True), verdict.wrong)
-                alone = self.theirs.mesh is None  # there is no rank to name
-                returned = replace(said, rank=None) if alone else said
+                place = _with_rank_and_microbatch(
+                    replace(place, seen=True), verdict.wrong
+                )
+                on_one_device = self.theirs.mesh is None  # there is no rank to name
+                returned = replace(place, rank=None) if on_one_device else place
                 break
             equal += bool(verdict.agrees)
             uncompared += verdict.agrees is None
-        gradient_calls = {at for k, at, _ in self.ours.reduced if k == returned.call}
+        gradient_calls = {
+            segment
+            for call, segment, _ in self.ours.gradient_results
+            if call == returned.call
+        }
         return replace(
             returned,
             compared=equal,
@@ -106,143 +132,181 @@ class Compared:
         )
 
     def _unmatched(self, last: int) -> str:
-        """Says which unit call is the first that was seen in one step alone."""
+        """Returns a sentence on the first unit call that only one step makes, or ""."""
         first, second = (
-            {run for run in side.called if run.call <= last}
+            {run for run in side.unit_runs if run.call <= last}
             for side in (self.ours, self.theirs)
         )
         if not first ^ second:
             return ""
         run = min(first ^ second)
-        which = "first" if run in first else "second"
-        return f"{unit_call(run.path, run.numbers)} was seen in the {which} step alone"
+        ordinal = "first" if run in first else "second"
+        unit_call = describe_unit_call(run.path, run.numbers)
+        return f"{unit_call} was seen in the {ordinal} step alone"
 
     def _in_order(self, last: int) -> Iterator[Check]:
-        checks: list[tuple[Any, Check]] = []
-        for slot in self.ours.values.keys() & self.theirs.values.keys():
-            checks.append((_order(slot), lambda slot=slot: self._value(slot)))
-        for side in (self.ours, self.theirs):
-            for run in side.recomputed:
-                by_part = side.recomputed[run].values()
-                after = min(made.after for by in by_part for made in by.values())
-                place = (*run.numbers, after - 0.5)  # between units within
-                key = run.call, run.segment, 1, run.time, place
-                again = lambda run=run, side=side: self._recompute(run, side)  # noqa: E731
-                checks.append((key, again))
-        for n, key in enumerate(self.ours.reduced):
-            if key in self.theirs.reduced:
-                order = *key[:2], 3, n
-                checks.append((order, lambda key=key: self._reduced(key)))
+        """Yields the checks of all values up to call ``last``, in order."""
+        checks: list[tuple[tuple[Any, ...], Check]] = []
+        for key in self.ours.values.keys() & self.theirs.values.keys():
+            checks.append((_position_in_call(key), lambda key=key: self._value(key)))
+        for log in (self.ours, self.theirs):
+            for run in log.recomputed:
+                by_part = log.recomputed[run].values()
+                units_before = min(
+                    unlike.units_before
+                    for by_rank in by_part
+                    for unlike in by_rank.values()
+                )
+                position = (*run.numbers, units_before - 0.5)  # between units inside
+                order = run.call, run.segment, 1, run.repeat, position
+                check_recompute = lambda run=run, log=log: self._recompute(run, log)  # noqa: E731
+                checks.append((order, check_recompute))
+        for number, key in enumerate(self.ours.gradient_results):
+            if key in self.theirs.gradient_results:
+                order = *key[:2], 3, number
+                checks.append((order, lambda key=key: self._gradient_result(key)))
         for (call, *_), check in sorted(checks, key=lambda pair: pair[0]):
             if call <= last:
                 yield check
 
-    def _value(self, slot: Slot) -> tuple[Verdict, FirstDifference]:
+    def _value(self, key: ValueKey) -> tuple[Verdict, FirstDifference]:
+        """Compares a value of a unit."""
         pairs = [
             (
-                seen.value,
-                wide.value if (wide := self._wide_of(slot, part, rank)) else None,
+                observed.value,
+                float64_value.value
+                if (float64_value := self._float64_value(key, part, rank))
+                else None,
             )
-            for part, by_rank in self.ours.values[slot].items()
-            for rank, seen in by_rank.items()
+            for part, by_rank in self.ours.values[key].items()
+            for rank, observed in by_rank.items()
         ]
-        near = self._near(pairs)
-        verdict = compared(slot, self.ours, self.theirs, near)
-        if verdict.of_mean:
-            verdict = self._of_parts(slot, near)
-        return verdict, place_of_slot(slot)
+        is_near = self._near(pairs)
+        verdict = compare_values(key, self.ours, self.theirs, is_near)
+        if verdict.needs_parts:
+            verdict = self._of_parts(key, is_near)
+        return verdict, place_of_value(key)
 
     def _recompute(self, run: UnitRun, side: RunLog) -> tuple[Verdict, FirstDifference]:
+        """Reports a recompute that computed something else than its forward."""
         by_part = side.recomputed[run]
-        where = [(p, r) for p, by_rank in sorted(by_part.items()) for r in by_rank]
-        part, rank = where[0]
-        made = by_part[part][rank]
-        argument, outer = made.after < 0, len(run.path) > 1
-        value = made.name if argument else f"what {made.name} gives"
-        # It is made, within another unit, by the code of that one.
-        if argument and outer and made.name.startswith("input"):
-            value = f"{unit_call(run.path, run.numbers)}'s {made.name}"
+        parts_and_ranks = [
+            (part, rank)
+            for part, by_rank in sorted(by_part.items())
+            for rank in by_rank
+        ]
+        part, rank = parts_and_ranks[0]
+        unlike = by_part[part][rank]
+        is_argument, is_inner = unlike.units_before < 0, len(run.path) > 1
+        value = unlike.name if is_argument else f"what {unlike.name} gives"
+        # An inner unit's input is made by the code of the unit around it.
+        if is_argument and is_inner and unlike.name.startswith("input"):
+            value = f"{describe_unit_call(run.path, run.numbers)}'s {unlike.name}"
             run = run._replace(path=run.path[:-1], numbers=run.numbers[:-1])
         value += ", not as in the forward"
-        # Parts that were recomputed as they were computed are not among them.
-        return Verdict(False, where), place_in_unit(run, "recompute", value, "")
+        return Verdict(False, parts_and_ranks), place_in_unit(
+            run, "recompute", value, ""
+        )
 
-    def _reduced(self, key: Any) -> tuple[Verdict, FirstDifference]:
-        a, b = self.ours.reduced[key], self.theirs.reduced[key]
+    def _gradient_result(
+        self, key: tuple[int, int, str | None]
+    ) -> tuple[Verdict, FirstDifference]:
+        """Compares the loss, or a leaf of the gradients, of a gradient call."""
+        our_results = self.ours.gradient_results[key]
+        their_results = self.theirs.gradient_results[key]
         call, segment, leaf = key
-        wide = {} if self.wide is None else self.wide.reduced.get(key, {})
-        near = self._near([(x, wide.get(r)) for r, x in a.items()])
-        ways = _averages(a, self.ours, near), _averages(b, self.theirs, near)
+        log = self.in_float64
+        float64_values = {} if log is None else log.gradient_results.get(key, {})
+        is_near = self._near(
+            [(x, float64_values.get(rank)) for rank, x in our_results.items()]
+        )
+        candidates = (
+            _whole_candidates(our_results, self.ours, is_near),
+            _whole_candidates(their_results, self.theirs, is_near),
+        )
         value = "the loss" if leaf is None else f"the gradient of {leaf!r}"
-        said = FirstDifference(
+        place = FirstDifference(
             call, "reduction", None, (), value if leaf != "" else "the gradient",
             leaf or "", segment=segment,
         )  # fmt: skip
-        if any(near(x, y) for x in ways[0] for y in ways[1] if x.shape == y.shape):
-            return Verdict(), said
-        first = next(iter(a.values()))
+        if any(
+            is_near(x, y)
+            for x in candidates[0]
+            for y in candidates[1]
+            if x.shape == y.shape
+        ):
+            return Verdict(), place
+        first = next(iter(our_results.values()))
         wrong = [
-            r for r, y in b.items() if y.shape == first.shape and not near(first, y)
+            rank
+            for rank, y in their_results.items()
+            if y.shape == first.shape and not is_near(first, y)
         ]
-        if len(wrong) == 1 < len(b):
-            said = replace(said, rank=wrong[0])
-        return Verdict(False), said
+        if len(wrong) == 1 < len(their_results):
+            place = replace(place, rank=wrong[0])
+        return Verdict(False), place
 
     # Contributions to means
 
-    def _of_parts(self, slot: Slot, near: Near) -> Verdict:
-        """Compares each part of theirs with what ``a`` has of its rows alone."""
+    def _of_parts(self, key: ValueKey, is_near: Near) -> Verdict:
+        """Compares each part of theirs with what our step makes of its rows alone."""
         if self.ours.mesh is not None:
             return Verdict(False)
-        where = slot.run.call, slot.run.segment
-        wrong, weighted = [], where in self.theirs.weighted
-        rows = [len(x) for x in tree.leaves(self.batch) if _is_cut(x)]
-        if any(n % part.count for part in self.theirs.values[slot] for n in rows):
-            return Verdict(None)  # unequal parts have other weights than their means
-        for part, by_rank in sorted(self.theirs.values[slot].items()):
-            own = self._alone(slot, part, min(by_rank))
-            for rank, seen in by_rank.items():
-                if own is None:
+        gradient_call = key.run.call, key.run.segment
+        wrong, is_weighted = [], gradient_call in self.theirs.weighted_losses
+        row_counts = [len(x) for x in tree.leaves(self.batch) if _is_cut(x)]
+        if any(n % part.count for part in self.theirs.values[key] for n in row_counts):
+            return Verdict(None)  # unequal parts are weighted by their rows
+        for part, by_rank in sorted(self.theirs.values[key].items()):
+            value_alone = self._alone(key, part, min(by_rank))
+            for rank, observed in by_rank.items():
+                if value_alone is None:
                     return Verdict(False)
-                x = self.theirs.contributed(slot, seen)
-                if slot.backward and not weighted:
-                    x = x * part.count  # to its own mean
-                if x.shape != own.shape or not near(own, x):
+                x = self.theirs.contribution(key, observed)
+                if key.is_cotangent and not is_weighted:
+                    x = x * part.count  # from its share of the mean to its own mean
+                if x.shape != value_alone.shape or not is_near(value_alone, x):
                     wrong.append((part, rank))
-        if wrong or self.theirs.takes_mean(slot):  # that of a sum is none of its parts'
+        # Right parts whose mean is wrong: the mean is at fault. A value that is no mean
+        # was not compared by this.
+        if wrong or self.theirs.takes_mean(key):
             return Verdict(False, wrong)
         return Verdict(None)
 
-    def _alone(self, slot: Slot, part: Part, rank: int) -> Tensor | None:
-        """The value of a slot that ``a`` has of the rows of one part, if it runs."""
-        state, how = self.state, self.how
-        if how.goes_on is not None and slot.run.call:
-            state = how.goes_on(self.ours.outs[0][slot.run.call - 1])
+    def _alone(self, key: ValueKey, part: BatchPart, rank: int) -> Tensor | None:
+        """Returns our step's value from the rows of one part, if the unit runs then."""
+        state, caller = self.state, self.caller
+        if caller.next_state is not None and key.run.call:
+            state = caller.next_state(self.ours.outputs[0][key.run.call - 1])
         batch, mesh = self.batch, self.theirs.mesh
         if mesh is not None and self.theirs.axes:
-            batch = rows_of(batch, mesh, self.theirs.axes, rank)
-        index, count = part.micro
-        if (key := (slot.run.call, part)) not in self.alone:
+            batch = rows_of_rank(batch, mesh, self.theirs.axes, rank)
+        index, count = part.microbatch
+        if (call_and_part := (key.run.call, part)) not in self.logs_of_parts:
             batch = tree.map(
                 lambda x: x.tensor_split(count)[index] if _is_cut(x) else x, batch
             )
-            self.alone[key] = observe(
-                self.step, None, (), Calls(1), state, batch, self.theirs.kept
+            self.logs_of_parts[call_and_part] = observe(
+                self.step, None, (), StepCaller(1), state, batch, self.theirs.budget
             )
-        own = slot._replace(run=slot.run._replace(call=0))
-        by_part = self.alone[key].values.get(own, {})
+        key_alone = key._replace(run=key.run._replace(call=0))
+        by_part = self.logs_of_parts[call_and_part].values.get(key_alone, {})
         return next((v.value for r in by_part.values() for v in r.values()), None)
 
     # Nearness
 
-    def _wide_of(self, slot: Slot, part: Part, rank: int) -> Any:
-        if self.wide is None:
+    def _float64_value(self, key: ValueKey, part: BatchPart, rank: int) -> Any:
+        if self.in_float64 is None:
             return None
-        return self.wide.values.get(slot, {}).get(part, {}).get(rank)
+        return self.in_float64.values.get(key, {}).get(part, {}).get(rank)
 
     def _near(self, pairs: Sequence[tuple[Any, Any]]) -> Near:
-        """What is near to ours, given (value, value of the run in float64)."""
-        if self.wide is None:
+        """Returns a function that tells whether a value is near to ours.
+
+        Args:
+            pairs: our values, each with that of the run in float64, or None.
+        """
+        if self.in_float64 is None:
             return _equal
         slack = 0.0
         for x, y in pairs:
@@ -250,8 +314,8 @@ class Compared:
                 size = float(x.detach().abs().max())
                 slack = max(slack, _FACTOR * torch.finfo(x.dtype).eps * size)
                 if isinstance(y, Tensor):
-                    gap = _FACTOR * float((x.detach() - y.detach()).abs().max())
-                    slack = max(slack, min(gap, _MOST * size))
+                    error = _FACTOR * float((x.detach() - y.detach()).abs().max())
+                    slack = max(slack, min(error, _MAX_ERROR * size))
         slack = slack if math.isfinite(slack) else 0.0
 
         def near(x: Tensor, y: Tensor) -> bool:
@@ -264,22 +328,27 @@ class Compared:
         return near
 
 
-def _told(said: FirstDifference, wrong: Sequence[tuple[Part, int]]) -> FirstDifference:
-    """With the rank, and the microbatch, where it is one."""
-    ranks, micro = {r for _, r in wrong}, {p.micro for p, _ in wrong}
+def _with_rank_and_microbatch(
+    place: FirstDifference, wrong: Sequence[tuple[BatchPart, int]]
+) -> FirstDifference:
+    """Adds the rank, and the microbatch, if all wrong parts have the same one."""
+    ranks, microbatches = (
+        {rank for _, rank in wrong},
+        {part.microbatch for part, _ in wrong},
+    )
     if len(ranks) == 1:
-        said = replace(said, rank=min(ranks))
-    if len(micro) == 1 and (one := min(micro))[1] > 1:
-        said = replace(said, microbatch=one)
-    return said
+        place = replace(place, rank=min(ranks))
+    if len(microbatches) == 1 and (microbatch := min(microbatches))[1] > 1:
+        place = replace(place, microbatch=microbatch)
+    return place
 
 
 def _rounds(x: Tensor) -> bool:
     return x.is_floating_point() or x.is_complex()
 
 
-_FACTOR = 16.0  # kernels of other shapes add in other orders
-_MOST = 1e-3  # of the largest number; further off it is another one, drawn anew, say
+_FACTOR = 16.0  # times the rounding error: kernels of other shapes add in other orders
+_MAX_ERROR = 1e-3  # of the largest number: beyond, the float64 run took another path
 
 
 def _equal(x: Tensor, y: Tensor) -> bool:
@@ -289,47 +358,50 @@ def _equal(x: Tensor, y: Tensor) -> bool:
         return torch.equal(x, y)
 
 
-def _same(x: Any, y: Any, near: Near) -> bool:
+def _leaves_agree(x: Leaf, y: Leaf, is_near: Near) -> bool:
     if isinstance(x, Tensor) and isinstance(y, Tensor):
-        return x.shape == y.shape and near(x, y)
-    return difference(y, x) is None
+        return x.shape == y.shape and is_near(x, y)
+    return find_difference(y, x) is None
 
 
-def _is_cut(x: Any) -> bool:
+def _is_cut(x: Leaf) -> bool:
+    """Returns whether a leaf of the batch is cut into rows."""
     return isinstance(x, Tensor) and x.ndim > 0
 
 
-def _averages(by_rank: dict[int, Tensor], of: RunLog, near: Near) -> list[Tensor]:
-    """What the results of a gradient call on ranks may be of the whole batch."""
+def _whole_candidates(
+    by_rank: dict[int, Tensor], log: RunLog, is_near: Near
+) -> list[Tensor]:
+    """Returns what the ranks' results of a gradient call may be for the whole batch."""
     by_place = {
-        of.place(rank)[0]: x for rank, x in sorted(by_rank.items(), reverse=True)
+        log.rows_index(rank)[0]: x for rank, x in sorted(by_rank.items(), reverse=True)
     }
     xs = [x for _, x in sorted(by_place.items())]
-    first, ways = xs[0], []
-    if all(x.shape == first.shape and near(first, x) for x in by_rank.values()):
-        ways.append(first)
+    first, candidates = xs[0], []
+    if all(x.shape == first.shape and is_near(first, x) for x in by_rank.values()):
+        candidates.append(first)
     if len(xs) > 1:
-        even = all(x.shape == first.shape for x in xs)
-        if not of.averages and even and first.is_floating_point():
-            ways.append(torch.stack(xs).mean(0))  # a step that averages by itself
+        same_shape = all(x.shape == first.shape for x in xs)
+        if not log.averages_ranks and same_shape and first.is_floating_point():
+            candidates.append(torch.stack(xs).mean(0))  # a step that averages by itself
         if first.ndim and all(x.shape[1:] == first.shape[1:] for x in xs):
-            ways.append(torch.cat(xs))
-    return ways
+            candidates.append(torch.cat(xs))
+    return candidates
 
 
 _KINDS = ("parameter", "input", "output", "returned", "loss")
 
 
-def _order(slot: Slot) -> tuple[Any, ...]:
-    """The place of a value among all of a call of the step.
+def _position_in_call(key: ValueKey) -> tuple[Any, ...]:
+    """Returns the sort key of a value among all of a call of the step.
 
-    What a unit is given comes before, and what it returns after, all within it; in the
-    backward it is the other way round.
+    A unit's arguments come before all values inside it, and its results after them. In
+    the backward it is the other way round.
     """
-    run, kinds = slot.run, _KINDS.index(slot.kind)
+    run, kinds = key.run, _KINDS.index(key.kind)
     end = math.inf if kinds > 1 else -1
-    place = (*run.numbers, end)
-    before = run.call, run.segment
-    if slot.backward:
-        return *before, 2, -run.time, tuple(-n for n in place), kinds, slot.leaf
-    return *before, 0, run.time, place, kinds, slot.leaf
+    position = (*run.numbers, end)
+    segment = run.call, run.segment
+    if key.is_cotangent:
+        return *segment, 2, -run.repeat, tuple(-n for n in position), kinds, key.leaf
+    return *segment, 0, run.repeat, position, kinds, key.leaf

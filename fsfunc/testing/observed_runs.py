@@ -1,16 +1,22 @@
-"""Runs of a step that keep what each unit is given, computes, returns, and owes.
+"""Runs of a step under observers that save the values of all units.
 
-An observer is the innermost interpretation of every unit call, so it sees parameters
-that are gathered, and recomputes. A unit's values pass through identity nodes of its
-own (`_Passed`), whose backward notes the cotangent. Around the step, `Watching` notes
-what gradient calls return.
+``first_difference`` observes each of two steps; ``observed_differences.py`` compares
+the logs. Of every unit call a log has parameters, inputs, outputs, and all their
+cotangents; of every gradient call the loss and the gradients:
+
+    OuterObserver( shard( remat( ... _InnermostObserver( unit ))))
+
+The innermost interpretation of a unit call sees gathered parameters, and recomputes. It
+passes values through identity nodes (`_NoteCotangent`), whose backward notes the
+cotangent. The outermost sees what the transforms make of a unit's output, and what
+gradient calls return.
 """
 
 from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -37,56 +43,63 @@ from fsfunc.core.units import Call
 from fsfunc.sharded.leaf import is_sharded
 from fsfunc.sharded.placements import row_major
 from fsfunc.state.unsharding import unshard
-from fsfunc.testing.recomputed_values import Computing, Made, first_unlike
-from fsfunc.testing.step_runs import Calls
+from fsfunc.testing.recomputed_values import UnitRecorder, UnitValue, find_unlike
+from fsfunc.testing.step_runs import StepCaller
+from fsfunc.tree.types import PyTree
 
 
 class UnitRun(NamedTuple):
-    """A run of a unit, the same in runs of the step under other transforms.
+    """Names a run of a unit, by names that are equal under all transforms.
 
     Args:
-        call: of the step, from 0.
+        call: the number of the step's call, from 0.
         segment: 1, 3, ... in its gradient calls; 0, 2, ... between them.
-        time: how often the segment made a call of these numbers before.
-        numbers, path: as those of :class:`fsfunc.core.units.Call`.
+        repeat: how often the segment had a call of these numbers before.
+        numbers, path: those of the :class:`fsfunc.core.units.Call`.
     """
 
     call: int
     segment: int
-    time: int
+    repeat: int
     numbers: tuple[int, ...]
     path: tuple[str, ...]
 
 
-class Slot(NamedTuple):
-    """A value of a unit's run.
+class ValueKey(NamedTuple):
+    """Names a value of a unit's run, or its cotangent.
 
     Args:
-        backward: whether it is the cotangent of the value.
-        kind: "parameter", "input", "output", or "returned", by the transforms around
-            it; ``leaf``: the path there. Of a run without a path: "loss".
+        is_cotangent: whether it is the cotangent of the value.
+        kind: "parameter", "input", "output", or "returned" (the output after the
+            transforms around the unit); "loss" of a gradient call.
+        leaf: the path of the leaf in that.
     """
 
     run: UnitRun
-    backward: bool
+    is_cotangent: bool
     kind: str
     leaf: str
 
 
-class Part(NamedTuple):
-    """A part of the global batch, by its number among ``count``, and by microbatch."""
+class BatchPart(NamedTuple):
+    """A part of the global batch: the rows of one rank's microbatch.
+
+    Args:
+        index, count: its number among all parts.
+        microbatch: (index, count) among those of its rank.
+    """
 
     index: int
     count: int
-    micro: tuple[int, int]
+    microbatch: tuple[int, int]
 
 
-class NotedValue(NamedTuple):
-    """A value, and what its cotangent is to be divided by for that of the mean loss.
+class ObservedValue(NamedTuple):
+    """A value, with what scales its cotangent.
 
     Args:
-        losses: how many losses are averaged; ``cotangent``: what the backward of this
-            one began from.
+        losses: the number of losses of parts that the step's loss is the mean of.
+        cotangent: the number from which the backward of this part's loss started.
     """
 
     value: Tensor
@@ -94,207 +107,242 @@ class NotedValue(NamedTuple):
     cotangent: float
 
 
-Ranks = dict[int, NotedValue]
+Ranks = dict[int, ObservedValue]  # by rank
+
+
+RunKey = tuple[UnitRun, BatchPart, int]  # with the rank
 
 
 @dataclass
-class KeptValues:
-    """Counts the bytes of all values that a search keeps.
+class ValueBudget:
+    """Counts the bytes of all values that a search saves.
 
     Args:
-        most: how many it may keep; None: any number.
+        limit: how many it may save; None: any number.
     """
 
-    most: int | None = None
-    total: int = 0
+    limit: int | None = None
+    total_bytes: int = 0
 
     @property
-    def too_many(self) -> bool:
-        return self.most is not None and self.total > self.most
+    def is_exceeded(self) -> bool:
+        return self.limit is not None and self.total_bytes > self.limit
 
-    def keep(self, x: Tensor) -> Tensor:
-        """Returns a copy; raises MemoryError where that would be too many bytes."""
-        self.total += x.numel() * x.element_size()
-        if self.too_many:
-            raise MemoryError(f"a search may keep {self.most} bytes of values")
+    def copy(self, x: Tensor) -> Tensor:
+        """Copies a value; raises MemoryError if that would exceed the limit."""
+        self.total_bytes += x.numel() * x.element_size()
+        if self.is_exceeded:
+            raise MemoryError(f"a search may keep {self.limit} bytes of values")
         return x.detach().clone()
 
 
 @dataclass(eq=False)
 class RunLog:
-    """What was seen in the calls of a step.
+    """What was observed in the calls of a step.
 
     Args:
-        mesh: that of its ranks, None on one device.
-        axes: those along which the batch is cut.
-        kept: counts the bytes of what is seen.
+        mesh: the mesh of its ranks, None on one device.
+        axes: the axes along which the batch is cut.
+        budget: counts the bytes of the values.
 
     Attributes:
-        values: by slot and part, those of each rank that ran the unit.
-        recomputed: by run and part, the first value of each rank's recompute that its
-            forward had otherwise.
-        reduced: by (call, segment, leaf, or None for the loss), what a gradient call
-            gave on each rank.
-        weighted: the (call, segment) of losses with weights; ``folded``: by those of
-            pipelines, by how much less their cotangents are to be divided.
-        called: the runs of units, each at its first time.
-        averages: whether a transform takes means over ranks.
-        outs: by rank, what each call returned.
+        values: by key and part, the value on each rank that ran the unit.
+        recomputed: by run and part, the first value of each rank's recompute that
+            differs from its forward.
+        gradient_results: by (call, segment, leaf; None is the loss), what a gradient
+            call returned on each rank.
+        weighted_losses: the (call, segment) of gradient calls with a ``Weighted`` loss.
+        pipelined_losses: by (call, segment) of a pipeline that divides its cotangents
+            by the number of microbatches itself, that number.
+        unit_runs: all runs of units, with ``repeat`` 0.
+        averages_ranks: whether a transform takes means over ranks.
+        outputs: for each rank, what each call returned.
     """
 
     mesh: Mesh | None = None
     axes: tuple[str, ...] = ()
-    kept: KeptValues = field(default_factory=KeptValues)
-    values: dict[Slot, dict[Part, Ranks]] = field(default_factory=dict)
-    recomputed: dict[UnitRun, dict[Part, dict[int, Made]]] = field(default_factory=dict)
-    reduced: dict[tuple[int, int, str | None], dict[int, Tensor]] = field(
+    budget: ValueBudget = field(default_factory=ValueBudget)
+    values: dict[ValueKey, dict[BatchPart, Ranks]] = field(default_factory=dict)
+    recomputed: dict[UnitRun, dict[BatchPart, dict[int, UnitValue]]] = field(
         default_factory=dict
     )
-    weighted: set[tuple[int, int]] = field(default_factory=set)
-    folded: dict[tuple[int, int], int] = field(default_factory=dict)
-    called: set[UnitRun] = field(default_factory=set)
-    averages: bool = False
-    outs: Any = ()
+    gradient_results: dict[tuple[int, int, str | None], dict[int, Tensor]] = field(
+        default_factory=dict
+    )
+    weighted_losses: set[tuple[int, int]] = field(default_factory=set)
+    pipelined_losses: dict[tuple[int, int], int] = field(default_factory=dict)
+    unit_runs: set[UnitRun] = field(default_factory=set)
+    averages_ranks: bool = False
+    outputs: Sequence[Sequence[PyTree]] = ()
 
-    def place(self, rank: int) -> tuple[int, int]:
-        """The place of a rank's rows in the batch, and the number of such places."""
+    def rows_index(self, rank: int) -> tuple[int, int]:
+        """Returns (index, count) of a rank's rows among the parts of the batch."""
         if self.mesh is None or not self.axes:
             return 0, 1
         return self.mesh.coordinate(self.axes, rank), self.mesh.axis_size(self.axes)
 
-    def contributed(self, slot: Slot, seen: NotedValue) -> Tensor:
-        """What a cotangent adds to that of the mean loss; a value as it is."""
-        if not slot.backward:
-            return seen.value
-        where = slot.run.call, slot.run.segment
-        losses = seen.losses // self.folded.get(where, 1)
-        by = seen.cotangent * (1 if where in self.weighted else losses)
-        return seen.value if by == 1 else seen.value / by
+    def contribution(self, key: ValueKey, observed: ObservedValue) -> Tensor:
+        """Returns a cotangent as its part of the mean loss's; other values unchanged.
 
-    def takes_mean(self, slot: Slot) -> bool:
-        """True of a loss of which transforms take the mean over parts."""
-        if slot.kind != "loss" or slot.run[:2] in self.weighted:
+        A part's backward starts from any number, such as a loss's scale, and its loss
+        is one of several that are averaged: both are divided out.
+        """
+        if not key.is_cotangent:
+            return observed.value
+        gradient_call = key.run.call, key.run.segment
+        losses = observed.losses // self.pipelined_losses.get(gradient_call, 1)
+        divisor = observed.cotangent * (
+            1 if gradient_call in self.weighted_losses else losses
+        )
+        return observed.value if divisor == 1 else observed.value / divisor
+
+    def takes_mean(self, key: ValueKey) -> bool:
+        """Returns whether it is a loss that transforms average over parts."""
+        if key.kind != "loss" or key.run[:2] in self.weighted_losses:
             return False
-        return self.averages or any(p.micro[1] > 1 for p in self.values[slot])
+        return self.averages_ranks or any(
+            part.microbatch[1] > 1 for part in self.values[key]
+        )
 
-    def note(self, slot: Slot, part: Part, rank: int, seen: NotedValue) -> None:
-        by_rank = self.values.setdefault(slot, {}).setdefault(part, {})
-        by_rank.setdefault(rank, seen)
+    def note(
+        self, key: ValueKey, part: BatchPart, rank: int, observed: ObservedValue
+    ) -> None:
+        by_rank = self.values.setdefault(key, {}).setdefault(part, {})
+        by_rank.setdefault(rank, observed)
 
 
 def observe(
     step: Callable[..., Any],
     mesh: Mesh | None,
     axes: tuple[str, ...],
-    how: Calls,
-    state: Any,
-    batch: Any,
-    kept: KeptValues,
+    caller: StepCaller,
+    state: PyTree,
+    batch: Sequence[PyTree],
+    budget: ValueBudget,
 ) -> RunLog:
-    """Returns what is seen in calls of a step, on one device or on simulated ranks."""
-    seen = RunLog(mesh, axes, kept)
-    watched = transformed(step, Watching(seen))
+    """Calls a step under observers, on one device or on simulated ranks."""
+    log = RunLog(mesh, axes, budget)
+    watched = transformed(step, OuterObserver(log))
     if mesh is None:
-        seen.outs = [how.on_one(watched, state, batch)]
+        log.outputs = [caller.on_one_device(watched, state, batch)]
     else:
-        seen.outs = how.on_ranks(watched, mesh, axes, state, batch).outs
-    return seen
+        log.outputs = caller.on_ranks(watched, mesh, axes, state, batch).outputs
+    return log
 
 
-def unseen() -> bool:
-    """True where nothing is noted: tensors have no data, or stand for several."""
-    levels = _torch.functorch_active() or _torch.forward_ad_active()
-    return levels or recording()
+def without_values() -> bool:
+    """Returns whether values cannot be read: in recordings and ``torch.func``."""
+    is_transformed = _torch.functorch_active() or _torch.forward_ad_active()
+    return is_transformed or recording()
 
 
 def _is_hidden(f: Frame) -> bool:
-    """True where a step is recorded, or compiled as a whole."""
-    whole = f.compiler is not None and f.compiler.whole
-    return f.tracer is not None or whole
+    """Returns whether a step is being recorded, or compiled as a whole."""
+    compiles_step = f.compiler is not None and f.compiler.whole
+    return f.tracer is not None or compiles_step
 
 
 def _rank() -> int:
-    at = maybe_here()
-    return 0 if at is None else at.rank
+    here = maybe_here()
+    return 0 if here is None else here.rank
 
 
 @dataclass
 class _Position:
-    """How far a rank is."""
+    """How far a rank has come in the step, to name what it runs next.
+
+    Args:
+        call, segment: as in ``UnitRun``.
+        cotangent: the number from which the gradient call's backward starts.
+        times: how often each run of a unit was seen.
+    """
 
     call: int = -1
     segment: int = 0
     cotangent: float = 1.0
-    times: defaultdict[Any, int] = field(default_factory=lambda: defaultdict(int))
+    times: defaultdict[tuple[Any, ...], int] = field(
+        default_factory=lambda: defaultdict(int)
+    )
 
 
-class Watching(Interpretation):
-    """The outermost interpretation: it makes the observer the innermost one."""
+class OuterObserver(Interpretation):
+    """The outermost interpretation of a step, which enters the innermost one too."""
 
     called = "watched"
 
-    def __init__(self, seen: RunLog):
-        self.seen, self.observer = seen, _Observer(seen)
+    def __init__(self, log: RunLog):
+        self.log, self.observer = log, _InnermostObserver(log)
 
     def recorded(self, recorder: Any) -> Interpretation:
-        return Interpretation()
+        return Interpretation()  # a recording has no values
 
-    def call(self, f: Callable[..., Any], args: Any, keywords: Any) -> Any:
-        if unseen():
+    def call(
+        self, f: Callable[..., Any], args: tuple[Any, ...], keywords: dict[str, Any]
+    ) -> Any:
+        if without_values():
             return super().call(f, args, keywords)
-        now = self.observer.now[_rank()]
-        now.call, now.segment = now.call + 1, 0
-        now.times.clear()
+        position = self.observer.positions[_rank()]
+        position.call, position.segment = position.call + 1, 0
+        position.times.clear()
         self.observer.forwards[_rank()].clear()
         outer = frame()
         # Calls outside of gradient calls are numbered from 0 too.
-        own = outer.replace(handlers=(*outer.handlers, self), counter=Counter())
-        with inside(_watched(own, self.observer)):
+        observed_frame = outer.replace(
+            handlers=(*outer.handlers, self), counter=Counter()
+        )
+        with inside(_observe_innermost(observed_frame, self.observer)):
             return f(*args, **keywords)
 
     def unit(self, run: Callable[..., Any], call: Call) -> Callable[..., Any]:
         if _is_hidden(call.frame):
             return run
 
-        def watched(params: Any, /, *inputs: Any, **keywords: Any) -> Any:
-            if unseen():
+        def observed(params: Any, /, *inputs: Any, **keywords: Any) -> Any:
+            if without_values():
                 return run(params, *inputs, **keywords)
-            one = _Run(self.observer, call.frame, (call.numbers, call.path), "around")
+            observed_run = _ObservedRun(
+                self.observer, call.frame, (call.numbers, call.path), "around"
+            )
             out = run(params, *inputs, **keywords)
             for path, x in zip(*tree.flatten_with_paths(out)[:2], strict=True):
                 if isinstance(x, Tensor):
-                    one.note("returned", path, x)
+                    observed_run.note("returned", path, x)
             return out
 
-        return watched
+        return observed
 
     def gradient(self, run: Callable[..., Any]) -> Callable[..., Any]:
-        def watched(call: GradientCall) -> Outcome:
-            if unseen() or frame().in_loss or _is_hidden(frame()):
+        def observed(call: GradientCall) -> Outcome:
+            if without_values() or frame().in_loss or _is_hidden(frame()):
                 return run(call)
             rank = _rank()
-            now = self.observer.now[rank]
-            now.segment += 1
+            position = self.observer.positions[rank]
+            position.segment += 1
             outcome = run(call)
-            # The axes of our collectives are not the loss's.
+            # These collectives are the test's: they are in no ledger, and their axes
+            # must not count among those that the loss is reduced over.
             with silence(), ignoring_axes():
                 total, grads = outcome.mean()
                 grads = unshard(grads)
             paths, leaves, _ = tree.flatten_with_paths(grads)
-            where = now.call, now.segment
-            each = [(None, total), *zip(paths, leaves, strict=True)]
-            for leaf, x in each:
+            place = position.call, position.segment
+            results = [(None, total), *zip(paths, leaves, strict=True)]
+            for leaf, x in results:
                 if isinstance(x, Tensor):
-                    by_rank = self.seen.reduced.setdefault((*where, leaf), {})
-                    by_rank[rank] = self.seen.kept.keep(x)
-            now.segment += 1
+                    by_rank = self.log.gradient_results.setdefault((*place, leaf), {})
+                    by_rank[rank] = self.log.budget.copy(x)
+            position.segment += 1
             return outcome
 
-        return watched
+        return observed
 
 
-class _Watched(Frame):
-    """A frame whose innermost interpretation is an observer, whatever enters later."""
+class _ObservedFrame(Frame):
+    """A frame whose innermost interpretation is an observer, whatever enters later.
+
+    Transforms inside the step, such as ``remat`` within ``shard``, add handlers after
+    it; ``handlers`` puts it last each time.
+    """
 
     observer: Interpretation
 
@@ -304,41 +352,47 @@ class _Watched(Frame):
         return (*others, self.observer)
 
 
-def _watched(f: Frame, observer: Interpretation) -> _Watched:
-    new = object.__new__(_Watched)
-    new.__dict__.update(f.__dict__, observer=observer)
-    return new
+def _observe_innermost(f: Frame, observer: Interpretation) -> _ObservedFrame:
+    observed_frame = object.__new__(_ObservedFrame)
+    observed_frame.__dict__.update(f.__dict__, observer=observer)
+    return observed_frame
 
 
-class _Observer(Interpretation):
-    """The innermost interpretation: it notes the values of units."""
+class _InnermostObserver(Interpretation):
+    """The innermost interpretation, which notes the values of units."""
 
     called = "observed"
 
-    def __init__(self, seen: RunLog):
-        self.seen = seen
-        self.now: defaultdict[int, _Position] = defaultdict(_Position)
-        # By rank, of forwards in this call of the step, that a recompute may follow:
-        # what was given, and computed.
-        self.forwards: defaultdict[int, dict[Any, list[Made]]] = defaultdict(dict)
+    def __init__(self, log: RunLog):
+        self.log = log
+        self.positions: defaultdict[int, _Position] = defaultdict(_Position)
+        # By rank, the arguments and values of each forward run in this call of the
+        # step: a recompute may follow, which is compared with it.
+        self.forwards: defaultdict[int, dict[RunKey, list[UnitValue]]] = defaultdict(
+            dict
+        )
 
     def gradient(self, run: Callable[..., Any]) -> Callable[..., Any]:
         def observed(call: GradientCall) -> Outcome:
-            if unseen() or frame().in_loss or _is_hidden(frame()):
+            if without_values() or frame().in_loss or _is_hidden(frame()):
                 return run(call)
-            now = self.now[_rank()]
-            now.cotangent = call.cotangent
+            position = self.positions[_rank()]
+            position.cotangent = call.cotangent
             outcome, f = run(call), frame()
             if outcome.weight is not None:
-                self.seen.weighted.add((now.call, now.segment))
+                self.log.weighted_losses.add((position.call, position.segment))
             total = outcome.total
-            if call.runner is not None:  # a pipeline's, of all microbatches
-                if outcome.count == 1:  # the division is in what each began from
-                    self.seen.folded[now.call, now.segment] = f.micro[-1][1]
+            # A pipeline's gradient call runs all microbatches. If its count is 1 it has
+            # divided each one's cotangent by their number already.
+            if call.runner is not None:
+                if outcome.count == 1:
+                    self.log.pipelined_losses[position.call, position.segment] = (
+                        f.micro[-1][1]
+                    )
                 f = f.replace(micro=f.micro[:-1])
                 if outcome.weight is None:
                     total = total / outcome.count
-            _Run(self, f, ((), ()), "loss").note("loss", "", total)
+            _ObservedRun(self, f, ((), ()), "loss").note("loss", "", total)
             return outcome
 
         return observed
@@ -348,126 +402,156 @@ class _Observer(Interpretation):
             return run
 
         def observed(params: Any, /, *inputs: Any, **keywords: Any) -> Any:
-            if unseen():
+            if without_values():
                 return run(params, *inputs, **keywords)
-            one = _Run(self, call.frame, (call.numbers, call.path))
+            observed_run = _ObservedRun(self, call.frame, (call.numbers, call.path))
             # A compiler would take the mode for a part of the function.
             compiled = call.frame.compiler or _torch.is_compiled_function(call.unit.fn)
-            return one(run, params, inputs, keywords, looks=not compiled)
+            return observed_run(
+                run, params, inputs, keywords, records_values=not compiled
+            )
 
         return observed
 
 
-class _Run:
-    """One run of a unit, whose values are noted.
+class _ObservedRun:
+    """One run of a unit, or of a loss, whose values are noted.
 
     Args:
         f: the frame in which it is called.
-        call: its numbers and its path.
-        around: of what else than the unit's body this is.
+        numbers_and_path: those of the call.
+        around: "" for the unit's body; else what is observed: "around" (the unit with
+            its transforms) or "loss". It keeps the counts of repeats apart.
     """
 
-    def __init__(self, observer: _Observer, f: Frame, call: Any, around: str = ""):
+    def __init__(
+        self,
+        observer: _InnermostObserver,
+        f: Frame,
+        numbers_and_path: Any,
+        around: str = "",
+    ):
         self.rank = _rank()
-        self.observer, self.again = observer, running().recompute
-        seen, now = observer.seen, observer.now[self.rank]
-        # There a frame numbers microbatches otherwise than their rows lie.
-        names = [h.called for h in f.handlers]
-        within = names[names.index("pipeline") :] if "pipeline" in names else ()
-        self.in_order = "accumulate" not in within
-        place = seen.place(self.rank)
-        index, count = row_major((place, *f.micro)), math.prod(n for _, n in f.micro)
-        micro = row_major(f.micro), count
-        self.part = Part(index, place[1] * count, micro)
-        seen.averages = seen.averages or bool(f.batch_places)
-        ranks = math.prod(n for _, n in f.batch_places) if f.batch_places else place[1]
-        self.scale = ranks * count, now.cotangent
-        where = now.call, now.segment, *call
-        counted = (*where, self.part, self.again, around)
-        run = UnitRun(*where[:2], now.times[counted], *where[2:])
-        now.times[counted] += 1
+        self.observer, self.is_recompute = observer, running().recompute
+        log, position = observer.log, observer.positions[self.rank]
+        # ``accumulate`` within ``pipeline`` numbers microbatches in another order than
+        # their rows have in the batch: no part can be named.
+        transforms = [h.called for h in f.handlers]
+        inner_transforms = (
+            transforms[transforms.index("pipeline") :]
+            if "pipeline" in transforms
+            else ()
+        )
+        self.in_order = "accumulate" not in inner_transforms
+        rows_index = log.rows_index(self.rank)
+        index, count = (
+            row_major((rows_index, *f.micro)),
+            math.prod(n for _, n in f.micro),
+        )
+        microbatch = row_major(f.micro), count
+        self.part = BatchPart(index, rows_index[1] * count, microbatch)
+        log.averages_ranks = log.averages_ranks or bool(f.batch_places)
+        ranks = (
+            math.prod(n for _, n in f.batch_places) if f.batch_places else rows_index[1]
+        )
+        self.scale = ranks * count, position.cotangent
+        place = position.call, position.segment, *numbers_and_path
+        repeat_key = (*place, self.part, self.is_recompute, around)
+        run = UnitRun(*place[:2], position.times[repeat_key], *place[2:])
+        position.times[repeat_key] += 1
         self.run, self.key = run, (run, self.part, self.rank)
 
     def __call__(
         self,
         run: Callable[..., Any],
-        params: Any,
-        inputs: Any,
-        keywords: Any,
-        looks: bool,
-    ) -> Any:
-        self.observer.seen.called.add(self.run._replace(time=0))
-        given: list[Made] = []
-        params = self._given("parameter", params, given)
+        params: PyTree,
+        inputs: Sequence[PyTree],
+        keywords: dict[str, PyTree],
+        records_values: bool,
+    ) -> PyTree:
+        self.observer.log.unit_runs.add(self.run._replace(repeat=0))
+        arguments: list[UnitValue] = []
+        params = self._observe_arguments("parameter", params, arguments)
         named = {**{str(i): x for i, x in enumerate(inputs)}, **keywords}
-        named = self._given("input", named, given)
+        named = self._observe_arguments("input", named, arguments)
         inputs = [named.pop(str(i)) for i in range(len(inputs))]
-        computing = Computing(self.run.numbers, self.observer.seen.kept.keep)
+        recorder = UnitRecorder(self.run.numbers, self.observer.log.budget.copy)
         try:
-            with computing if looks else nullcontext():
+            with recorder if records_values else nullcontext():
                 out = run(params, *inputs, **named)
-        finally:  # a recompute ends, by an exception, with the last value that it saves
-            before = self.observer.forwards[self.rank]
-            made = [*given, *computing.values]
-            if not self.again:
-                before[self.key] = made
-            elif (first := before.pop(self.key, None)) is not None:
-                if (unlike := first_unlike(first, made)) is not None:
-                    by_part = self.observer.seen.recomputed.setdefault(self.run, {})
-                    by_part.setdefault(self.part, {})[self.rank] = unlike
+        # A recompute leaves the unit by an exception, once the last value that the
+        # backward needs is there.
+        finally:
+            forwards = self.observer.forwards[self.rank]
+            made = [*arguments, *recorder.values]
+            if not self.is_recompute:
+                forwards[self.key] = made
+            elif (forward := forwards.pop(self.key, None)) is not None:
+                if (unlike_value := find_unlike(forward, made)) is not None:
+                    by_part = self.observer.log.recomputed.setdefault(self.run, {})
+                    by_part.setdefault(self.part, {})[self.rank] = unlike_value
         paths, leaves, structure = tree.flatten_with_paths(out)
         for i, (path, x) in enumerate(zip(paths, leaves, strict=True)):
             if isinstance(x, Tensor):
                 self.note("output", path, x)
                 if x.requires_grad and torch.is_grad_enabled():
-                    leaves[i] = _Passed.apply(x, self._owed("output", path), True)
+                    leaves[i] = _NoteCotangent.apply(
+                        x, self._cotangent_noter("output", path), True
+                    )
         return tree.unflatten(structure, leaves)
 
-    def _given(self, kind: str, values: Any, given: list[Made]) -> Any:
-        """The values, of which the cotangents will be noted."""
+    def _observe_arguments(
+        self, kind: str, values: Any, arguments: list[UnitValue]
+    ) -> Any:
+        """Notes a unit's arguments; returns them with nodes that note cotangents."""
         paths, leaves, structure = tree.flatten_with_paths(values, is_leaf=is_sharded)
-        passed: dict[int, Any] = {}  # a tensor that is given twice stays one
+        tracked_tensors: dict[int, Tensor] = {}  # one passed twice stays one tensor
         for i, (path, x) in enumerate(zip(paths, leaves, strict=True)):
             if not isinstance(x, Tensor):
                 continue
             self.note(kind, path, x)
             name = f"{kind} {path!r}" if path else kind
-            given.append(Made(name, -1, self.observer.seen.kept.keep(x)))
-            if id(x) not in passed:
+            arguments.append(UnitValue(name, -1, self.observer.log.budget.copy(x)))
+            if id(x) not in tracked_tensors:
                 tracked = x.requires_grad and torch.is_grad_enabled()
-                owed = self._owed(kind, path)
-                passed[id(x)] = _Passed.apply(x, owed, False) if tracked else x
-            leaves[i] = passed[id(x)]
+                note_cotangent = self._cotangent_noter(kind, path)
+                tracked_tensors[id(x)] = (
+                    _NoteCotangent.apply(x, note_cotangent, False) if tracked else x
+                )
+            leaves[i] = tracked_tensors[id(x)]
         return tree.unflatten(structure, leaves)
 
-    def note(self, kind: str, path: str, x: Tensor, backward: bool = False) -> None:
-        if not self.again and self.in_order:
-            slot = Slot(self.run, backward, kind, path)
-            log = self.observer.seen
+    def note(self, kind: str, path: str, x: Tensor, is_cotangent: bool = False) -> None:
+        if not self.is_recompute and self.in_order:
+            key = ValueKey(self.run, is_cotangent, kind, path)
+            log = self.observer.log
             log.note(
-                slot, self.part, self.rank, NotedValue(log.kept.keep(x), *self.scale)
+                key,
+                self.part,
+                self.rank,
+                ObservedValue(log.budget.copy(x), *self.scale),
             )
 
-    def _owed(self, kind: str, path: str) -> Callable[[Tensor], None]:
-        return lambda g: self.note(kind, path, g, backward=True)
+    def _cotangent_noter(self, kind: str, path: str) -> Callable[[Tensor], None]:
+        return lambda g: self.note(kind, path, g, is_cotangent=True)
 
 
-class _Passed(torch.autograd.Function):
-    """The identity, whose backward notes the cotangent that passes.
+class _NoteCotangent(torch.autograd.Function):
+    """The identity, whose backward notes the cotangent that passes."""
 
-    A Function, and not a hook on a view: a pipeline takes views for what they are of,
-    and adds to a parameter's gradient beneath them.
-    """
+    # A Function, and not a hook on a view: a pipeline takes a view for its base, and
+    # adds to the parameter's gradient beneath the hook.
 
     @staticmethod
     def forward(  # type: ignore[override]
-        ctx, x: Tensor, owed: Callable[[Tensor], None], returned: bool
+        ctx: Any, x: Tensor, note_cotangent: Callable[[Tensor], None], returned: bool
     ) -> Tensor:
-        ctx.owed = owed
-        # What a unit returned may be written into later, which views forbid.
+        ctx.note_cotangent = note_cotangent
+        # The step may write into what a unit returned; autograd forbids writing into a
+        # view made in a custom Function.
         return x.detach() if returned else x.view_as(x)
 
     @staticmethod
-    def backward(ctx, g: Tensor):  # type: ignore[override]
-        ctx.owed(g)
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+        ctx.note_cotangent(g)
         return g, None, None

@@ -1,4 +1,11 @@
-"""The law of every transform: on any mesh a step is what it is on one device."""
+"""The law of every transform: on any mesh a step returns what it does on one device.
+
+``assert_equals_one_device`` checks it: it runs the plain step, then the transformed one
+on every rank, and compares leaf by leaf. Where a leaf differs, the message says what
+``mistakes.py`` makes of it, which collectives touched it, and, by running both again
+under observers (``parting.py``), the first value inside that differs. ``prove`` calls
+``Comparison`` in a finite field.
+"""
 
 from __future__ import annotations
 
@@ -18,17 +25,24 @@ from fsfunc.comm.traffic import Ledger, ledger
 from fsfunc.core.frames import title
 from fsfunc.state.layout_rules import LayoutRules
 from fsfunc.state.unsharding import unshard
-from fsfunc.testing.comparing import Difference, difference, held
-from fsfunc.testing.costs import said
+from fsfunc.testing.comparing import Difference, copy_tensors, find_difference
+from fsfunc.testing.costs import describe_record
 from fsfunc.testing.finite_field import exact as exactly
 from fsfunc.testing.finite_field import residues
 from fsfunc.testing.mistakes import Case, explain
-from fsfunc.testing.observed_runs import KeptValues
+from fsfunc.testing.observed_runs import ValueBudget
 from fsfunc.testing.parting import StepPair
-from fsfunc.testing.step_runs import Calls, batch_axes, rows_of, written_into
+from fsfunc.testing.step_runs import (
+    StepCaller,
+    batch_axes,
+    describe_write,
+    rows_of_rank,
+)
+from fsfunc.tree.types import PyTree
 
-_SHOWN = 8  # ranks, and collectives, of a message
-_KEPT = 1 << 30  # bytes of values, of which the first that differs is sought
+_SHOWN = 8  # ranks, and collectives, that an error message lists
+_MAX_VALUE_BYTES = 1 << 30  # of the values that a search for the first difference saves
+_DRAWS = 2  # of an exact run: in one, values may agree by chance, about 1 in PRIME
 
 
 @api_boundary
@@ -36,8 +50,8 @@ def assert_equals_one_device(
     step: Callable[..., Any],
     transformed: Callable[..., Any],
     mesh: Mesh,
-    state: Any,
-    *batch: Any,
+    state: PyTree,
+    *batch: PyTree,
     axis: Axis | tuple[()] | None = None,
     layouts: LayoutRules | None = None,
     calls: int = 2,
@@ -111,11 +125,11 @@ def assert_equals_one_device(
       rank 1      5.0
     it is 2 times too large, the size of "data": a sum in the place of a mean, ...
     """
-    how = Comparison(
+    comparison = Comparison(
         step, transformed, mesh, axis, layouts, calls, goes_on, whole, tolerance, uneven
     )
     if not exact:
-        how.compare(state, batch)
+        comparison.compare(state, batch)
         return
     if tolerance:
         raise ValueError(
@@ -124,15 +138,12 @@ def assert_equals_one_device(
         )
     for draw in range(_DRAWS):
         with exactly(draw):
-            how.compare(*residues((state, batch), draw))
-
-
-_DRAWS = 2
+            comparison.compare(*residues((state, batch), draw))
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """What :func:`assert_equals_one_device` compares, and how; see its arguments."""
+    """The arguments of :func:`assert_equals_one_device` but for state and batch."""
 
     step: Callable[..., Any]
     transformed: Callable[..., Any]
@@ -146,16 +157,18 @@ class Comparison:
     uneven: bool = False
 
     @property
-    def how(self) -> Calls:
-        """How both steps are called."""
-        return Calls(self.calls, self.goes_on, self.layouts, self.whole, self.uneven)
+    def caller(self) -> StepCaller:
+        """What calls both steps."""
+        return StepCaller(
+            self.calls, self.goes_on, self.layouts, self.whole, self.uneven
+        )
 
-    def compare(self, state: Any, batch: Sequence[Any]) -> None:
-        """Runs both, and raises where they differ, as ``assert_equals_one_device``."""
-        self.on_ranks(state, batch, self.on_one(state, batch))
+    def compare(self, state: PyTree, batch: Sequence[PyTree]) -> None:
+        """Runs both steps, and raises AssertionError where they differ."""
+        self.check_ranks(state, batch, self.run_on_one_device(state, batch))
 
-    def on_one(self, state: Any, batch: Sequence[Any]) -> list[Any]:
-        """Returns the results of each call on one device.
+    def run_on_one_device(self, state: PyTree, batch: Sequence[PyTree]) -> list[PyTree]:
+        """Calls the plain step; returns the result of each call.
 
         Raises:
             ValueError: a mesh whose ranks have no values; nothing to compare.
@@ -169,19 +182,25 @@ class Comparison:
             )
         if self.calls < 1:
             raise ValueError(f"calls={self.calls}: nothing would be compared")
-        draws, given = torch.get_rng_state(), (held(state), held(batch))
-        expected = self.how.on_one(self.step, state, batch)
-        if what := written_into(given, state, batch):  # the ranks would begin from that
-            raise AssertionError(f"{title(self.step)}, on one device: it {what}")
-        torch.set_rng_state(draws)
+        generator_state, copies = (
+            torch.get_rng_state(),
+            (copy_tensors(state), copy_tensors(batch)),
+        )
+        expected = self.caller.on_one_device(self.step, state, batch)
+        # The ranks would start from a state that the plain step has changed.
+        if write := describe_write(copies, state, batch):
+            raise AssertionError(f"{title(self.step)}, on one device: it {write}")
+        torch.set_rng_state(generator_state)  # the ranks draw the same numbers
         if not any(isinstance(x, Tensor) for x in tree.leaves(expected)):
             raise ValueError(
                 f"{title(self.step)} returns no tensor: nothing would be compared"
             )
         return expected
 
-    def on_ranks(self, state: Any, batch: Sequence[Any], expected: list[Any]) -> None:
-        """Raises unless each rank's calls return what is expected.
+    def check_ranks(
+        self, state: PyTree, batch: Sequence[PyTree], expected: list[PyTree]
+    ) -> None:
+        """Calls the transformed step on every rank, and compares with ``expected``.
 
         Raises:
             AssertionError: as ``assert_equals_one_device``.
@@ -189,127 +208,176 @@ class Comparison:
         mesh, axis = self.mesh, self.axis
         axes = batch_axes(self.transformed, mesh) if axis is None else axis_names(axis)
         with ledger() as log:
-            outs, written, rows = self.how.on_ranks(
+            outputs, written, rows = self.caller.on_ranks(
                 self.transformed, mesh, axes, state, batch
             )
-        alone = mesh.backend == "processes"
-        seen = _Runs(
+        over_processes = mesh.backend == "processes"
+        runs = _CollectedRuns(
             self, state, batch, axes, expected,
-            [mesh.rank] if alone else [*range(mesh.size)], outs, rows, log,
+            [mesh.rank] if over_processes else [*range(mesh.size)], outputs, rows, log,
         )  # fmt: skip
-        for k in range(self.calls):
-            seen.compare(k, self.tolerance)
-            for rank, what in zip(seen.ranks, written, strict=True):
-                if what:
-                    raise AssertionError(f"{seen.heading(0)}: on rank {rank} it {what}")
+        for call in range(self.calls):
+            runs.compare(call, self.tolerance)
+            for rank, write in zip(runs.ranks, written, strict=True):
+                if write:
+                    raise AssertionError(
+                        f"{runs.heading(0)}: on rank {rank} it {write}"
+                    )
 
     @reraising_interrupts()
-    def parting(self, state: Any, batch: Any, axes: tuple[str, ...]) -> list[str]:
-        """A line on the first value inside that differs, if ranks are simulated."""
-        if self.mesh.backend != "simulated":  # of which others may have failed already
+    def describe_first_difference(
+        self, state: PyTree, batch: Sequence[PyTree], axes: tuple[str, ...]
+    ) -> list[str]:
+        """Returns a line on the first value inside that differs, if it can be found."""
+        # It runs both steps again on all ranks. Over processes the others may have
+        # failed already, or not have failed at all, and would not run it.
+        if self.mesh.backend != "simulated":
             return []
         meshes = None, self.mesh
-        kept = KeptValues(_KEPT)
-        search = StepPair(self.step, self.transformed, meshes, self.how, axes, kept)
+        budget = ValueBudget(_MAX_VALUE_BYTES)
+        search = StepPair(
+            self.step, self.transformed, meshes, self.caller, axes, budget
+        )
         try:
-            first = search.first(state, batch)
-        except Exception as error:  # what it would explain was found already
-            said = str(error).partition("\n")[0]
-            if kept.too_many:
+            first = search.find(state, batch)
+        except Exception as error:  # the difference it would explain is to be raised
+            message = str(error).partition("\n")[0]
+            if budget.is_exceeded:
                 return [
                     "where they part is not told: it would keep more than "
-                    f"{_KEPT >> 30} GiB of values; ff.testing.first_difference keeps "
-                    "all, or give a smaller model"
+                    f"{_MAX_VALUE_BYTES >> 30} GiB of values; "
+                    "ff.testing.first_difference keeps all, or give a smaller model"
                 ]
-            return [f"where they part is not told: {type(error).__name__}: {said}"]
+            return [f"where they part is not told: {type(error).__name__}: {message}"]
         if first is None:
             return ["no value inside differs by more than rounding does"]
         return [f"the first value that differs: {first}"] if first.seen else []
 
 
 @dataclass(frozen=True)
-class _Runs:
-    """The runs on one device and on the ranks hosted here."""
+class _CollectedRuns:
+    """The results on one device, and those of the ranks that run in this process.
 
-    of: Comparison
-    state: Any
-    batch: Any
+    Args:
+        axes: the axes over which the batch is cut.
+        expected: for each call, the result on one device.
+        ranks: the ranks that run here.
+        outputs: for each of them, the result of each call.
+        rows: for each of them, the number of rows of its batch.
+        log: what the ranks sent.
+    """
+
+    comparison: Comparison
+    state: PyTree
+    batch: Sequence[PyTree]
     axes: tuple[str, ...]
-    expected: Sequence[Any]
+    expected: Sequence[PyTree]
     ranks: Sequence[int]
-    outs: Sequence[Sequence[Any]]
+    outputs: Sequence[Sequence[PyTree]]
     rows: Sequence[int]
     log: Ledger
 
-    def heading(self, k: int) -> str:
-        ours, theirs = title(self.of.transformed), title(self.of.step)
-        said = f"{ours} on {self.of.mesh} is not {theirs} on one device"
-        return f"{said}, in its call {k + 1} of {self.of.calls}" if k else said
+    def heading(self, call: int) -> str:
+        ours, theirs = title(self.comparison.transformed), title(self.comparison.step)
+        heading = f"{ours} on {self.comparison.mesh} is not {theirs} on one device"
+        return (
+            f"{heading}, in its call {call + 1} of {self.comparison.calls}"
+            if call
+            else heading
+        )
 
-    def compare(self, k: int, tolerance: float) -> None:
-        """Raises where a call differs on any rank, at the first leaf that does."""
-        seen = []
-        for rank, out in zip(self.ranks, self.outs, strict=True):
+    def compare(self, call: int, tolerance: float) -> None:
+        """Raises if a call's result differs on any rank; names the first leaf."""
+        differences = []
+        for rank, outputs in zip(self.ranks, self.outputs, strict=True):
             try:
-                found = difference(out[k], self.expected[k], tolerance)
+                difference = find_difference(
+                    outputs[call], self.expected[call], tolerance
+                )
             except tree.TreeMismatch as error:
                 raise AssertionError(
-                    f"{self.heading(k)}: on rank {rank} {error}"
+                    f"{self.heading(call)}: on rank {rank} {error}"
                 ) from None
-            if found is not None:
-                seen.append(found)
-        if seen:
-            order = tree.paths(self.expected[k])
-            first = min(seen, key=lambda d: order.index(d.path))
-            raise AssertionError(self.message(k, first, order.index(first.path)))
+            if difference is not None:
+                differences.append(difference)
+        if differences:
+            paths = tree.paths(self.expected[call])
+            first = min(differences, key=lambda d: paths.index(d.path))
+            raise AssertionError(self.message(call, first, paths.index(first.path)))
 
-    def message(self, k: int, seen: Difference, position: int) -> str:
-        found = [tree.leaves(out[k])[position] for out in self.outs]
-        lines = [self.heading(k), seen.said]
-        lines.append(f"  one device  {seen.at_index(seen.expected)}")
-        each = [*zip(self.ranks, found, strict=True)]
-        lines += [f"  rank {r:<7}{seen.at_index(x)}" for r, x in each[:_SHOWN]]
-        if len(each) > _SHOWN:
-            lines.append(f"  and {len(each) - _SHOWN} more ranks")
-        every = len(self.ranks) == self.of.mesh.size  # over processes we know our own
-        if every and all(isinstance(x, Tensor) for x in [seen.expected, *found]):
+    def message(self, call: int, difference: Difference, position: int) -> str:
+        actual = [tree.leaves(outputs[call])[position] for outputs in self.outputs]
+        lines = [self.heading(call), difference.message]
+        lines.append(
+            f"  one device  {difference.describe_element(difference.expected)}"
+        )
+        by_rank = [*zip(self.ranks, actual, strict=True)]
+        lines += [
+            f"  rank {r:<7}{difference.describe_element(x)}"
+            for r, x in by_rank[:_SHOWN]
+        ]
+        if len(by_rank) > _SHOWN:
+            lines.append(f"  and {len(by_rank) - _SHOWN} more ranks")
+        # A diagnosis needs the leaf of every rank; a process has only its own.
+        has_all_ranks = len(self.ranks) == self.comparison.mesh.size
+        if has_all_ranks and all(
+            isinstance(x, Tensor) for x in [difference.expected, *actual]
+        ):
             case = Case(
-                seen.expected, found, self.of.mesh, _before(seen, self.state),
-                self.axes, self.rows, lambda: self.alone(k, position),
+                difference.expected, actual, self.comparison.mesh,
+                _find_state_leaf(difference, self.state), self.axes, self.rows,
+                lambda: self.outputs_of_rows_alone(call, position),
             )  # fmt: skip
             lines.append(explain(case))
-        lines += _origin(seen.path, self.log)
-        lines += self.of.parting(self.state, self.batch, self.axes)
+        lines += _describe_collectives(difference.path, self.log)
+        lines += self.comparison.describe_first_difference(
+            self.state, self.batch, self.axes
+        )
         return "\n".join(lines)
 
-    def alone(self, k: int, position: int) -> Sequence[Tensor]:
-        """The results of one device on each rank's rows."""
-        mesh, how = self.of.mesh, self.of.how
-        parts = [rows_of(self.batch, mesh, self.axes, r) for r in range(mesh.size)]
-        outs = [how.on_one(self.of.step, self.state, part)[k] for part in parts]
-        return [tree.leaves(out)[position] for out in outs]
+    def outputs_of_rows_alone(self, call: int, position: int) -> Sequence[Tensor]:
+        """Returns what one device makes of each rank's rows, of one leaf."""
+        mesh, caller = self.comparison.mesh, self.comparison.caller
+        parts = [rows_of_rank(self.batch, mesh, self.axes, r) for r in range(mesh.size)]
+        outputs = [
+            caller.on_one_device(self.comparison.step, self.state, rows)[call]
+            for rows in parts
+        ]
+        return [tree.leaves(out)[position] for out in outputs]
 
 
-def _before(seen: Difference, state: Any) -> Tensor | None:
-    """The leaf of the state that has the longest end of a returned leaf's path."""
-    names, best, at = seen.path.split("/"), None, 0
+def _find_state_leaf(difference: Difference, state: PyTree) -> Tensor | None:
+    """Returns the leaf of the state that the differing leaf is the new value of.
+
+    It is taken to be the one whose path is the longest end of the leaf's path.
+    """
+    names, best, best_length = difference.path.split("/"), None, 0
     paths, leaves, _ = tree.flatten_with_paths(state)
     for path, x in zip(paths, leaves, strict=True):
-        own = path.split("/") if path else []
-        fits = own == names[len(names) - len(own) :] and isinstance(x, Tensor)
-        if fits and len(own) >= at and x.shape == seen.expected.shape:
-            best, at = x, len(own)
+        state_names = path.split("/") if path else []
+        fits = state_names == names[len(names) - len(state_names) :] and isinstance(
+            x, Tensor
+        )
+        if (
+            fits
+            and len(state_names) >= best_length
+            and x.shape == difference.expected.shape
+        ):
+            best, best_length = x, len(state_names)
     return best
 
 
-def _origin(path: str, log: Ledger) -> list[str]:
-    """The collectives that touched a leaf, or the last ones; of the first rank."""
+def _describe_collectives(path: str, log: Ledger) -> list[str]:
+    """Lists the first rank's collectives that touched a leaf, or its last ones."""
     records = log.of()
     if not records:
         return ["nothing was sent"]
     leaf = path.rpartition("/")[2]
-    named = re.compile(rf"[/(]{re.escape(leaf)}[ )]")
-    about = [r for r in records if leaf and named.search(r.what)]
-    shown = (about or records)[-_SHOWN:]
-    lines = ["collectives of this leaf:" if about else "the last collectives:"]
-    return [*lines, *[f"  {line}" for line in dict.fromkeys(map(said, shown))]]
+    pattern = re.compile(rf"[/(]{re.escape(leaf)}[ )]")
+    of_leaf = [r for r in records if leaf and pattern.search(r.what)]
+    shown = (of_leaf or records)[-_SHOWN:]
+    lines = ["collectives of this leaf:" if of_leaf else "the last collectives:"]
+    return [
+        *lines,
+        *[f"  {line}" for line in dict.fromkeys(map(describe_record, shown))],
+    ]

@@ -1,8 +1,12 @@
-"""first_difference: the first value at which two steps part."""
+"""``first_difference``: the first value at which two steps part.
+
+It runs both steps under observers (``observed_runs.py``), on the same data and random
+numbers, and compares the logs (``observed_differences.py``).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,18 +22,19 @@ from fsfunc.state.layout_rules import LayoutRules
 from fsfunc.state.unsharding import unshard
 from fsfunc.testing.finite_field import exact as exactly
 from fsfunc.testing.finite_field import is_exact, residues
-from fsfunc.testing.observed_differences import Compared
-from fsfunc.testing.observed_runs import KeptValues, RunLog, observe
+from fsfunc.testing.observed_differences import LogComparison
+from fsfunc.testing.observed_runs import RunLog, ValueBudget, observe
 from fsfunc.testing.places import FirstDifference
-from fsfunc.testing.step_runs import Calls, batch_axes
+from fsfunc.testing.step_runs import StepCaller, batch_axes
+from fsfunc.tree.types import Leaf, PyTree
 
 
 @api_boundary
 def first_difference(
     a: Callable[..., Any],
     b: Callable[..., Any],
-    state: Any,
-    *batch: Any,
+    state: PyTree,
+    *batch: PyTree,
     mesh: Mesh | None = None,
     axis: Axis | tuple[()] | None = None,
     layouts: LayoutRules | None = None,
@@ -43,30 +48,30 @@ def first_difference(
     """Returns the first value at which ``b`` parts from ``a``; None if they are equal.
 
     Both are called as :func:`ff.testing.assert_equals_one_device` does it, and are
-    equal if their calls return the same. Where not, the values that units are given,
-    return and owe are compared, in this order: forward, in the order of calls;
+    equal if their calls return the same. If not, the arguments and results of units and
+    their cotangents are compared, in this order: forward, in the order of calls;
     recompute, with the forward of the same call; backward, in the other order; the loss
-    and the gradients; what the step returns. Each is the value of the whole batch:
-    rows of ranks and microbatches one after another, means, sums. So steps under unlike
-    transforms have the same values, whoever computes them.
+    and the gradients; the results of the step. Each is compared as the value of the
+    whole batch: rows of ranks and microbatches one after another, means, sums. So steps
+    under different transforms have the same values, whichever rank computes them.
 
-    A unit is at fault whose inputs agree and whose outputs do not (in the backward, the
-    other way round); where its inputs differ and nothing before them, what lies between
-    the units is. Not seen is what runs under ``torch.func``. In floats
+    If a unit's inputs agree and its outputs do not, the unit is at fault (in the
+    backward, the other way round). If its inputs differ and nothing before them, the
+    code between the units is. Values under ``torch.func`` are not observed. In floats
     ``jit(..., whole_step=True)`` is refused, as nothing may be around it.
 
     Args:
         a, b: the steps, each for one device or, by its transforms, for simulated ranks.
         state, batch, layouts, calls, goes_on, whole, uneven: as for
             ``assert_equals_one_device``.
-        mesh: that of ``b``, if no transform has one; without either it is for one
-            device.
-        axis: the axes over which the batch is cut, for those on ranks.
-        exact: compares exact runs, in which each difference counts; inside of
-            :func:`ff.testing.exact`, that one. If not, a number differs that is further
-            from that of ``a`` than 16 times what ``a`` is there from its own run in
-            float64 (at most a thousandth of the largest number, at least 16 units in
-            the last place of it).
+        mesh: the mesh of ``b``, if none of its transforms has one; without either ``b``
+            is for one device.
+        axis: the axes over which the batch is cut, for steps on ranks.
+        exact: whether to compare exact runs, in which each difference counts; inside of
+            :func:`ff.testing.exact`, its field is used. If not, a number differs that
+            is further from that of ``a`` than 16 times the error of ``a`` against its
+            own run in float64 (at most a thousandth of the largest number, at least 16
+            units in the last place of it).
         draws: how often an exact run is drawn, until one differs: a difference behind a
             comparison of numbers (a clipped norm) shows in some draws alone.
 
@@ -76,8 +81,8 @@ def first_difference(
         TreeMismatch: they return trees of other structures.
         NoExactRule: an exact run does not know an operator.
 
-    Cost: a run of each, in an exact run hardly longer than one without; it keeps all of
-    these values. Where those of parts are means, a run of ``a`` for each part.
+    Cost: a run of each step, and memory for all of these values. Where a value of the
+    parts is a mean, also a run of ``a`` for each part.
 
     >>> import torch, fsfunc as ff
     >>> layer = ff.unit(lambda w, x: torch.tanh(x @ w))
@@ -97,23 +102,28 @@ def first_difference(
     meshes = _mesh_of(a, None), _mesh_of(b, mesh)
     if calls < 1 or draws < 1:
         raise ValueError(f"calls={calls}, draws={draws}: nothing would be compared")
-    how = Calls(calls, goes_on, layouts, whole, uneven)
-    over = None if axis is None else axis_names(axis)
-    search = StepPair(a, b, meshes, how, over)
+    caller = StepCaller(calls, goes_on, layouts, whole, uneven)
+    axes = None if axis is None else axis_names(axis)
+    search = StepPair(a, b, meshes, caller, axes)
     if not exact or is_exact():
-        return search.first(state, batch)
+        return search.find(state, batch)
     for draw in range(draws):
         with exactly(draw):
-            first = search.first(*residues((state, batch), draw))
+            first = search.find(*residues((state, batch), draw))
         if first is not None:
             return first
     return None
 
 
-def _mesh_of(step: Any, mesh: Mesh | None) -> Mesh | None:
-    """The mesh that is given, or that of the transforms around a step."""
-    named = [getattr(h, "mesh", None) for h in getattr(step, "interpretations", ())]
-    mesh = next((m for m in (mesh, *named) if m is not None), None)
+def _mesh_of(step: Callable[..., Any], mesh: Mesh | None) -> Mesh | None:
+    """Returns ``mesh``, or that of the transforms around a step; it is simulated."""
+    step_meshes = [
+        getattr(handler, "mesh", None)
+        for handler in getattr(step, "interpretations", ())
+    ]
+    mesh = next(
+        (candidate for candidate in (mesh, *step_meshes) if candidate is not None), None
+    )
     if mesh is not None and mesh.backend != "simulated":
         raise ValueError(
             f"first_difference of {title(step)} on {mesh}: it compares the values of "
@@ -125,42 +135,58 @@ def _mesh_of(step: Any, mesh: Mesh | None) -> Mesh | None:
 
 @dataclass(frozen=True)
 class StepPair:
-    """Runs two steps, and compares what was seen; see :func:`first_difference`."""
+    """Two steps to run and compare; see :func:`first_difference`.
+
+    Args:
+        meshes: the mesh of each step; None: one device.
+        axes: the axes over which the batch is cut; None: by the transforms.
+        budget: counts the bytes of the values that are saved.
+    """
 
     a: Callable[..., Any]
     b: Callable[..., Any]
     meshes: tuple[Mesh | None, Mesh | None]
-    how: Calls
+    caller: StepCaller
     axes: tuple[str, ...] | None = None
-    kept: KeptValues = field(default_factory=KeptValues)
+    budget: ValueBudget = field(default_factory=ValueBudget)
 
-    def first(self, state: Any, batch: Any) -> FirstDifference | None:
-        """Returns the first difference of one run, exact or not."""
-        draws = torch.get_rng_state()
-        seen = []
+    def find(self, state: PyTree, batch: Sequence[PyTree]) -> FirstDifference | None:
+        """Runs both steps once; returns the first difference."""
+        generator_state = torch.get_rng_state()
+        logs = []
         for step, mesh in zip((self.a, self.b), self.meshes, strict=True):
-            seen.append(self._observed(step, mesh, state, batch))
-            torch.set_rng_state(draws)
-        ours, theirs, wide = *seen, None
+            logs.append(self._observed(step, mesh, state, batch))
+            torch.set_rng_state(generator_state)
+        ours, theirs, float64_log = *logs, None
+        # In floats each value may be off by its own rounding: a run in float64 tells by
+        # how much.
         if not is_exact():
-            state64, batch64 = (tree.map(_wide, x) for x in (state, batch))
-            wide = self._observed(self.a, self.meshes[0], state64, batch64)
-            torch.set_rng_state(draws)
-        comparison = Compared(self.a, self.how, state, batch, ours, theirs, wide)
+            state64, batch64 = (tree.map(_to_float64, x) for x in (state, batch))
+            float64_log = self._observed(self.a, self.meshes[0], state64, batch64)
+            torch.set_rng_state(generator_state)
+        comparison = LogComparison(
+            self.a, self.caller, state, batch, ours, theirs, float64_log
+        )
         returned = comparison.returned()
         if returned is None:
             return None
         first = comparison.first(returned)
-        torch.set_rng_state(draws)
+        torch.set_rng_state(generator_state)
         return first
 
-    def _observed(self, step: Any, mesh: Mesh | None, state: Any, batch: Any) -> RunLog:
+    def _observed(
+        self,
+        step: Callable[..., Any],
+        mesh: Mesh | None,
+        state: PyTree,
+        batch: Sequence[PyTree],
+    ) -> RunLog:
         axes: tuple[str, ...] = ()
         if mesh is not None:
             axes = batch_axes(step, mesh) if self.axes is None else self.axes
-        return observe(step, mesh, axes, self.how, state, batch, self.kept)
+        return observe(step, mesh, axes, self.caller, state, batch, self.budget)
 
 
-def _wide(x: Any) -> Any:
+def _to_float64(x: Leaf) -> Leaf:
     floats = isinstance(x, Tensor) and x.is_floating_point() and not is_sharded(x)
     return x.detach().double() if floats else x

@@ -1,4 +1,8 @@
-"""A place in a step where values differ, in words."""
+"""``FirstDifference``: a place in a step where values differ, which prints in words.
+
+``first_difference`` returns it; ``observed_differences.py`` makes it of the key of an
+observed value.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from fsfunc.printing.tables import Printed
-from fsfunc.testing.observed_runs import Slot, UnitRun
+from fsfunc.testing.observed_runs import UnitRun, ValueKey
 
 
 @dataclass(frozen=True, repr=False)
@@ -14,23 +18,24 @@ class FirstDifference(Printed):
     """Where two steps part; it prints as a sentence.
 
     Attributes:
-        call: the call of the step, from 0.
+        call: the number of the step's call, from 0.
         phase: forward, recompute, backward, reduction (of a gradient call's loss and
             gradients) or update (all that the step makes of them).
-        unit, numbers: the unit, as ``outer/inner``, and its call's number in each unit
-            around it; None and () outside of units.
-        value: what of it differs.
-        leaf: its path.
-        rank: where it differs; None on all ranks, or where it is not known.
-        microbatch: (index, count) of the rank's own; None as above.
-        compared: how many values before it agree; ``uncompared``: how many could not
-            be compared, as how they lie on the ranks is not known.
-        seen: whether any unit or gradient call was.
+        unit: the unit, as ``outer/inner``; None outside of units.
+        numbers: its call's number in each unit around it; () outside of units.
+        value: which value of it differs, in words.
+        leaf: the path of the leaf.
+        rank: the rank on which it differs; None: on all ranks, or not known.
+        microbatch: (index, count) of the rank's microbatch; None as above.
+        compared: how many values before it agree.
+        uncompared: how many before it could not be compared, since it is not known how
+            the ranks' values make one.
+        seen: whether any unit or gradient call was observed.
         segment: 1, 3, ... in the gradient calls of the step's call, of which there are
             ``gradient_calls``; 0, 2, ... between them; None outside of units and of
             gradient calls.
-        unmatched: the first unit call of one step alone: what comes after may be
-            compared with what another call has.
+        unmatched: a sentence on the first unit call that only one of the steps makes:
+            later calls may have been compared with the wrong ones.
     """
 
     call: int
@@ -50,23 +55,23 @@ class FirstDifference(Printed):
 
     def pieces(self, width: int | None) -> list[str]:
         places = [f"in call {self.call + 1} of the step"] if self.call else []
-        places += [said] if (said := self._among_gradient_calls()) else []
-        where = ", ".join(places) + ": " if places else ""
+        places += [sentence] if (sentence := self._describe_gradient_call()) else []
+        prefix = ", ".join(places) + ": " if places else ""
         if self.unit is not None:
-            where += unit_call([self.unit], self.numbers) + ", "
-        said = f"{where}{self.phase}, {self.value}"
+            prefix += describe_unit_call([self.unit], self.numbers) + ", "
+        sentence = f"{prefix}{self.phase}, {self.value}"
         if self.rank is not None:
-            said += f", rank {self.rank}"
+            sentence += f", rank {self.rank}"
         if self.microbatch is not None:
-            said += ", microbatch {} of {}".format(*self.microbatch)
+            sentence += ", microbatch {} of {}".format(*self.microbatch)
         if not self.seen:
-            said += "; neither units nor gradient calls were seen"
+            sentence += "; neither units nor gradient calls were seen"
         if self.unmatched:
-            said += f"; {self.unmatched}"
-        return [said]
+            sentence += f"; {self.unmatched}"
+        return [sentence]
 
-    def _among_gradient_calls(self) -> str:
-        """Which gradient call it is in, if there are several; or before, or after."""
+    def _describe_gradient_call(self) -> str:
+        """Returns which gradient call it is in or after, if there are several."""
         segment, count = self.segment, self.gradient_calls
         if segment is None or not count or count == segment == 1:
             return ""
@@ -76,37 +81,43 @@ class FirstDifference(Printed):
         return f"after gradient call {number}" if number else "before gradient calls"
 
 
-def _value(slot: Slot, name: str) -> str:
-    """What a value is, of a unit of this name."""
-    leaf, kind = f" {slot.leaf!r}" if slot.leaf else "", slot.kind
-    if slot.backward:
-        given = ", as given" if kind == "output" else ""
-        return f"the cotangent of {name} {kind}{leaf}{given}"
+def _describe_value(key: ValueKey, owner: str) -> str:
+    """Names a value of a unit; ``owner`` is "its", or the unit's name and "'s"."""
+    leaf, kind = f" {key.leaf!r}" if key.leaf else "", key.kind
+    if key.is_cotangent:
+        as_given = ", as given" if kind == "output" else ""
+        return f"the cotangent of {owner} {kind}{leaf}{as_given}"
     if kind in ("parameter", "input"):
-        return f"{name} {kind}{leaf}, as given"
+        return f"{owner} {kind}{leaf}, as given"
     if kind == "returned":
-        return f"{name} output{leaf}, by the transforms around it"
-    return "the loss" if kind == "loss" else f"{name} output{leaf}"
+        return f"{owner} output{leaf}, by the transforms around it"
+    return "the loss" if kind == "loss" else f"{owner} output{leaf}"
 
 
-def place_of_slot(slot: Slot) -> FirstDifference:
-    """Names the unit whose code makes a value; within another one, that one."""
-    run, phase = slot.run, "backward" if slot.backward else "forward"
-    outer = len(run.path) > 1 and slot.kind == ("output" if slot.backward else "input")
-    if not outer:
-        return place_in_unit(run, phase, _value(slot, "its"), slot.leaf)
-    inner = unit_call(run.path, run.numbers)
+def place_of_value(key: ValueKey) -> FirstDifference:
+    """Returns the place of a value, by the unit whose code makes it.
+
+    An inner unit's input is made by the unit around it, and so is the cotangent of its
+    output.
+    """
+    run, phase = key.run, "backward" if key.is_cotangent else "forward"
+    made_outside = len(run.path) > 1 and key.kind == (
+        "output" if key.is_cotangent else "input"
+    )
+    if not made_outside:
+        return place_in_unit(run, phase, _describe_value(key, "its"), key.leaf)
+    inner_call = describe_unit_call(run.path, run.numbers)
     run = run._replace(path=run.path[:-1], numbers=run.numbers[:-1])
-    return place_in_unit(run, phase, _value(slot, f"{inner}'s"), slot.leaf)
+    return place_in_unit(run, phase, _describe_value(key, f"{inner_call}'s"), key.leaf)
 
 
-def unit_call(path: Sequence[str], numbers: Sequence[int]) -> str:
-    """A unit's call, by its name and its numbers."""
+def describe_unit_call(path: Sequence[str], numbers: Sequence[int]) -> str:
+    """Returns a unit's call by its name and its numbers."""
     return f"unit {'/'.join(path)!r} call {'/'.join(map(str, numbers))}"
 
 
 def place_in_unit(run: UnitRun, phase: str, value: str, leaf: str) -> FirstDifference:
-    """The place of a value in a run of a unit."""
+    """Returns the place of a value in a run of a unit."""
     unit = "/".join(run.path) or None
     return FirstDifference(
         run.call, phase, unit, run.numbers, value, leaf, segment=run.segment

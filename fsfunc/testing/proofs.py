@@ -1,4 +1,9 @@
-"""prove: a transformed step computes the function of the plain one, on exact runs."""
+"""prove: shows in a finite field that a transformed step computes what the plain does.
+
+Each draw runs ``one_device.Comparison`` on random residues, where equal programs agree
+to the last bit and unequal ones by chance alone. ``prove`` counts what that chance
+depends on, and returns it with what was compared: a ``Proof``, which prints as a table.
+"""
 
 from __future__ import annotations
 
@@ -22,24 +27,25 @@ from fsfunc.tree.types import PyTree
 
 _State = TypeVar("_State", bound=Any)
 
-_MOST = 8  # draws, until every comparison of single numbers has had both answers
+_MAX_DRAWS = 8  # after these, comparisons with one answer alone are reported instead
 
 
 @dataclass(frozen=True, repr=False)
 class Proof(Printed):
-    """What was compared, and how sure that is; it prints as a table.
+    """What ``prove`` compared, and how sure it is; it prints as a table.
 
     Attributes:
         step, transformed: their names, with the transforms around them.
-        mesh: that of the ranks.
+        mesh: the mesh of the ranks.
         leaves: (path, shape and dtype) of each leaf that a call returns.
-        calls: the calls that were compared, of each draw.
-        draws: how often it was, from new random residues and functions.
-        functions, divisions: calls of random functions, and divisions, in a draw on one
-            device.
-        decided: comparisons of single numbers (a clipped norm, a skipped step) there.
-        one_way: those of them that had one answer in every draw: what depends on the
-            other answer was not compared.
+        calls: the number of calls that were compared in each draw.
+        draws: the number of runs, each from new random residues and functions.
+        functions: the number of calls of random functions in a draw on one device.
+        divisions: the number of divisions there.
+        decided: the number of comparisons of single numbers there (a clipped norm, a
+            skipped step).
+        one_way: how many of these had the same answer in every draw: what depends on
+            the other answer was not compared.
     """
 
     step: str
@@ -55,7 +61,7 @@ class Proof(Printed):
 
     @property
     def chance(self) -> float:
-        """The chance, about, that another function passes by accident.
+        """Roughly the chance that a transformed step that is wrong passes.
 
         In a draw two values that differ become equal with a probability near 1/PRIME,
         at each call of a random function and at each division; the draws are
@@ -76,8 +82,13 @@ class Proof(Printed):
                 f"{self.one_way} of {self.decided} comparisons of single numbers had "
                 "one answer in every draw: what depends on the other one was not seen"
             )
-        groups = alike((path, what, what) for path, what in self.leaves)
-        rows = [(counted(paths, "the value"), what) for paths, (what, *_) in groups]
+        groups = alike(
+            (path, description, description) for path, description in self.leaves
+        )
+        rows = [
+            (counted(paths, "the value"), description)
+            for paths, (description, *_) in groups
+        ]
         return [*pieces, Table("", ("<equal", "<shape"), rows)]
 
 
@@ -99,22 +110,23 @@ def prove(
 
     Both run in a finite field (:func:`ff.testing.exact`), from random residues in place
     of the floats of ``state`` and ``batch``. Equal programs agree there to the last
-    bit, whatever the order of their sums; programs that differ, by 1e-12 too, agree by
-    accident alone. It is drawn again until each comparison of single numbers (of a norm
-    that is clipped, of a step that is skipped) has had both answers.
+    bit, whatever the order of their sums. Programs that differ, even by 1e-12, agree by
+    accident alone. Values are drawn again until each comparison of single numbers (of a
+    norm that is clipped, of a step that is skipped) has had both answers.
 
     Proven is the algebra: which values are summed, scaled and sent where. Casts change
     nothing there, and kernels are their formulas: rounding, overflow, and what a kernel
-    computes are not proven. Nonlinear functions are random ones, that know no identity
-    but those of powers, roots, exponentials and logarithms: two programs that are equal
-    by another one (sin^2 + cos^2 = 1) are told apart.
+    computes are not proven. Nonlinear functions are random ones, which satisfy no
+    identity but those of powers, roots, exponentials and logarithms. Two programs that
+    are equal by another identity (sin^2 + cos^2 = 1) are reported as different.
 
     Args:
         step: the step of one device; any function of (state, \\*batch).
         transformed: the same for ranks.
         mesh: of simulated ranks, or of processes.
-        state: a tree, whole, the same on every rank: of shapes alone, its values are
-            drawn. Integers stay: tokens are to differ from row to row.
+        state: a tree, whole, the same on every rank. Only the shapes of its floats
+            count: their values are drawn. Integers stay: let tokens differ from row to
+            row.
         batch: trees of tensors, cut along dim 0.
         axis, layouts, calls, goes_on, uneven: as for
             :func:`ff.testing.assert_equals_one_device`.
@@ -125,15 +137,14 @@ def prove(
         AssertionError: they differ; it names the leaf, the common mistake that gives
             it, and the first value inside that differs, as ``assert_equals_one_device``
             does.
-        NoExactRule: an operator has no rule: it draws numbers, or is no arithmetic
-            (codes of 8 bits).
+        NoExactRule: an operator has no rule: it draws numbers, or works on bits (codes
+            of 8 bits).
 
     Cost: as many runs on one device and on all ranks as there are draws, each some ten
     to twenty times as long as one in float64.
 
-    Source: Schwartz, 1980, and Zippel, 1979, for polynomials; random functions for what
-    is none, as Wu et al., 2025 (Mirage) have
-    them for kernels.
+    Source: Schwartz, 1980, and Zippel, 1979, for polynomials; random functions in the
+    place of other functions: Wu et al., 2025 (Mirage), for kernels.
 
     >>> import torch, fsfunc as ff
     >>> layer = ff.unit(lambda w, x: torch.tanh(x @ w))
@@ -149,39 +160,43 @@ def prove(
     0      f64[]
     1      f64[3, 2]
     """
-    how = Comparison(
+    comparison = Comparison(
         step, transformed, mesh, axis, layouts, calls, goes_on, uneven=uneven
     )
     if draws < 1:
         raise ValueError(f"draws={draws}: nothing would be compared")
     answers: list[list[bool]] = []
-    out, functions, divisions = None, 0, 0
-    for draw in range(max(draws, _MOST)):
-        if draw >= draws and not _one_way(answers):
+    last_output, functions, divisions = None, 0, 0
+    for draw in range(max(draws, _MAX_DRAWS)):
+        if draw >= draws and not _count_one_way(answers):
             break
         with exact(draw) as field:
-            own_state, own_batch = residues((state, batch), draw)
-            expected = how.on_one(own_state, own_batch)
+            drawn_state, drawn_batch = residues((state, batch), draw)
+            expected = comparison.run_on_one_device(drawn_state, drawn_batch)
             answers.append([*field.decisions])
             functions, divisions = field.functions, field.divisions
-            how.on_ranks(own_state, own_batch, expected)
-            out = expected[-1]
-    paths, leaves, _ = tree.flatten_with_paths(out)
+            comparison.check_ranks(drawn_state, drawn_batch, expected)
+            last_output = expected[-1]
+    paths, leaves, _ = tree.flatten_with_paths(last_output)
     return Proof(
         title(step), title(transformed), mesh,
         tuple(
             (path, describe(x.shape, x.dtype) if isinstance(x, Tensor) else repr(x))
             for path, x in zip(paths, leaves, strict=True)
         ),
-        calls, len(answers), functions, divisions, len(answers[0]), _one_way(answers),
+        calls, len(answers), functions, divisions, len(answers[0]),
+        _count_one_way(answers),
     )  # fmt: skip
 
 
-def _one_way(answers: list[list[bool]]) -> int:
+def _count_one_way(answers: list[list[bool]]) -> int:
     """Returns how many comparisons had the same answer in all draws.
 
-    Where draws made unlike numbers of them, only those that all made are told apart.
+    Where draws made different numbers of comparisons, only those that all draws made
+    can be seen to have had both answers.
     """
-    first = len(answers[0])
-    both = sum(len(set(each)) == 2 for each in zip(*answers, strict=False))
-    return first - both
+    count = len(answers[0])
+    with_both_answers = sum(
+        len(set(by_draw)) == 2 for by_draw in zip(*answers, strict=False)
+    )
+    return count - with_both_answers

@@ -1,4 +1,8 @@
-"""Checks of what ranks hold: replicated values, batches, types."""
+"""Checks of what ranks have: replicated values, batches, types.
+
+For tests and for debugging, on any mesh: each is called on all ranks, and raises on all
+of them if one is wrong.
+"""
 
 from __future__ import annotations
 
@@ -19,18 +23,19 @@ from fsfunc.sharded.layout import describe
 from fsfunc.sharded.leaf import is_sharded
 from fsfunc.state.layout_rules import LayoutRules
 from fsfunc.state.placing import place
-from fsfunc.testing.comparing import place_of
+from fsfunc.testing.comparing import index_of_element
 from fsfunc.testing.step_runs import batch_axes
 from fsfunc.tracing.type_check import check
+from fsfunc.tree.types import Leaf, PyTree
 
-_SHOWN = 8  # ranks of a message, or leaves
+_SHOWN = 8  # ranks, or leaves, that an error message lists
 
 
 class OddBatch(ValueError):
-    """Some rank's data are not finite, or are empty."""
+    """Raised where some rank's data are not finite, or are empty."""
 
 
-def check_batch(batch: Any, axis: Axis, name: str = "the batch") -> None:
+def check_batch(batch: PyTree, axis: Axis, name: str = "the batch") -> None:
     """Raises on every rank if any rank's leaf is not finite, or is empty.
 
     A loss is one number for all ranks: if it is NaN, this names the ranks whose rows
@@ -38,16 +43,16 @@ def check_batch(batch: Any, axis: Axis, name: str = "the batch") -> None:
 
     Args:
         batch: a tree of tensors, arrays and numbers, with the same leaves on every
-            rank; of sharded leaves each rank checks its own part.
-        axis: the axis of the ranks, all of which must call this; one name or several.
+            rank. Of sharded leaves each rank checks its own part.
+        axis: one name or several; all ranks along it must call this.
         name: the name of the tree, for the message.
 
     Raises:
         OddBatch: names the ranks, the leaves, and how many elements are NaN or
             infinite.
 
-    Cost: each leaf is read once, and waited for; one gather of 24 bytes a leaf, which
-    is in no ledger.
+    Cost: each leaf is read once, and waited for. One gather of 24 bytes a leaf, which
+    no ledger counts.
 
     >>> import fsfunc as ff
     >>> def main():
@@ -62,7 +67,7 @@ def check_batch(batch: Any, axis: Axis, name: str = "the batch") -> None:
       rank 0 'y': 1 of 3 elements infinite
     on simulated rank 1 of Mesh({'data': 2}, 'simulated')
     """
-    where = get_group(axis)
+    ranks = get_group(axis)
     paths, leaves, _ = tree.flatten_with_paths(batch)
     tensors = {
         # As it is: torch.as_tensor moves a tensor to the default device.
@@ -70,46 +75,51 @@ def check_batch(batch: Any, axis: Axis, name: str = "the batch") -> None:
         for p, x in zip(paths, leaves, strict=True)
         if _has_values(x)
     }
-    tensors = tensors or {
-        "": torch.zeros(0, device="cpu")
-    }  # no leaf at all is empty too
-    mine = torch.stack([_counts(x).cpu() for x in tensors.values()])
+    # No leaf at all counts as an empty one.
+    tensors = tensors or {"": torch.zeros(0, device="cpu")}
+    local_counts = torch.stack([_count_not_finite(x).cpu() for x in tensors.values()])
     with silence():
-        every = gather_stacked(mine, where).tolist()
-    rows = []
-    for rank, counts in zip(where.ranks, every, strict=True):
-        for path, (nans, infinite, size) in zip(tensors, counts, strict=True):
-            kinds = {"NaN": nans, "infinite": infinite}
-            bad = [f"{n} of {size} elements {what}" for what, n in kinds.items() if n]
-            bad = bad if size else ["empty"]
-            if bad:
-                rows.append(f"  rank {rank} {path!r}: {', '.join(bad)}")
-    if rows:
-        more = [f"  and {len(rows) - _SHOWN} more"] if len(rows) > _SHOWN else []
+        counts_of_ranks = gather_stacked(local_counts, ranks).tolist()
+    lines = []
+    for rank, counts in zip(ranks.ranks, counts_of_ranks, strict=True):
+        for path, (nan_count, infinite_count, size) in zip(
+            tensors, counts, strict=True
+        ):
+            counts_by_kind = {"NaN": nan_count, "infinite": infinite_count}
+            problems = [
+                f"{count} of {size} elements {kind}"
+                for kind, count in counts_by_kind.items()
+                if count
+            ]
+            problems = problems if size else ["empty"]
+            if problems:
+                lines.append(f"  rank {rank} {path!r}: {', '.join(problems)}")
+    if lines:
+        rest = [f"  and {len(lines) - _SHOWN} more"] if len(lines) > _SHOWN else []
         title = f"{name} is not what a step expects:"
-        raise OddBatch("\n".join([title, *rows[:_SHOWN], *more]))
+        raise OddBatch("\n".join([title, *lines[:_SHOWN], *rest]))
 
 
-def _has_values(x: Any) -> bool:
+def _has_values(x: Leaf) -> bool:
     if isinstance(x, Tensor):
         return not x.is_meta
     kind = getattr(getattr(x, "dtype", None), "kind", "")  # a numpy array's
     return isinstance(x, float) or kind != "" and kind in "biufc"
 
 
-def _counts(x: Tensor) -> Tensor:
-    """(how many are NaN, how many infinite, how many there are)."""
+def _count_not_finite(x: Tensor) -> Tensor:
+    """Returns (number of NaN, of infinite elements, of all elements)."""
     size = torch.tensor(x.numel(), device=x.device)
     if not (x.is_floating_point() or x.is_complex()):
         return torch.stack([0 * size, 0 * size, size])
     return torch.stack([x.isnan().sum(), x.isinf().sum(), size])
 
 
-def check_replicated(value: Any, axis: Axis) -> None:
+def check_replicated(value: PyTree, axis: Axis) -> None:
     """Raises, on every rank, unless the ranks along ``axis`` have the same bits.
 
-    Every rank calls it. Of sharded leaves those are compared that are not cut along the
-    axis: each rank's part.
+    Every rank calls it. Sharded leaves are compared, part by part, if they are not cut
+    along the axis.
 
     Args:
         value: a tree of tensors of any dtype; other leaves are compared as they print.
@@ -119,8 +129,8 @@ def check_replicated(value: Any, axis: Axis) -> None:
         AssertionError: names the first leaf and element that differ, and what each rank
             has there.
 
-    Cost: each tensor is read once, and waited for; one gather of 16 bytes, in no
-    ledger. More only where they differ.
+    Cost: each tensor is read once, and waited for. One gather of 16 bytes, which no
+    ledger counts. More only where they differ.
 
     >>> import torch, fsfunc as ff
     >>> mesh = ff.make_mesh({"data": 2}, "simulated")
@@ -136,89 +146,95 @@ def check_replicated(value: Any, axis: Axis) -> None:
       at (1,) rank 1 has 1.0
     ...
     """
-    where = get_group(axis)
-    names, leaves = _claimed(value, where)
+    ranks = get_group(axis)
+    names, leaves = _replicated_leaves(value, ranks)
     tensors = [x for x in leaves if isinstance(x, Tensor)]
-    kinds = [
+    descriptions = [
         describe(x.shape, x.dtype) if isinstance(x, Tensor) else "" for x in leaves
     ]
-    sums = map(str, checksums(tensors))
-    texts = [next(sums) if isinstance(x, Tensor) else repr(x) for x in leaves]
-    keys = [f"{name} {kind}" for name, kind in zip(names, kinds, strict=True)]
-    every = differing_lines([*zip(keys, texts, strict=True)], where).values()
-    if len({tuple(key for key, _ in lines) for lines in every}) > 1:
-        mine = ", ".join(map(repr, names[:_SHOWN])) or "no leaves"
+    checksums_left = map(str, checksums(tensors))
+    contents = [
+        next(checksums_left) if isinstance(x, Tensor) else repr(x) for x in leaves
+    ]
+    keys = [f"{name} {kind}" for name, kind in zip(names, descriptions, strict=True)]
+    lines_of_ranks = differing_lines(
+        [*zip(keys, contents, strict=True)], ranks
+    ).values()
+    if len({tuple(key for key, _ in lines) for lines in lines_of_ranks}) > 1:
+        local_names = ", ".join(map(repr, names[:_SHOWN])) or "no leaves"
         raise AssertionError(
-            f"the ranks along {where.name} have trees of unlike structure, shapes or "
-            f"dtypes: this one has {mine}"
+            f"the ranks along {ranks.name} have trees of unlike structure, shapes or "
+            f"dtypes: this one has {local_names}"
         )
-    for name, x, *lines in zip(names, leaves, *every, strict=True):
+    for name, x, *lines in zip(names, leaves, *lines_of_ranks, strict=True):
         if len(set(lines)) > 1:
             with silence(), torch.no_grad():
-                raise AssertionError(_message(name, x, where))
+                raise AssertionError(_describe_difference(name, x, ranks))
 
 
-def _claimed(value: Any, where: RankGroup) -> tuple[list[str], list[Any]]:
-    """The leaves that are to be one value along an axis, by path."""
+def _replicated_leaves(value: PyTree, ranks: RankGroup) -> tuple[list[str], list[Leaf]]:
+    """Returns the paths and leaves that must be one value along an axis."""
     paths, leaves, _ = tree.flatten_with_paths(value, is_leaf=is_sharded)
-    names, found = [], []
+    names, parts = [], []
     for path, x in zip(paths, leaves, strict=True):
         if is_sharded(x):
-            if not set(x.layout.axes).isdisjoint(where.axis):
+            if not set(x.layout.axes).isdisjoint(ranks.axis):
                 continue
             x = x.local
-        for what, part in _dense(x):
-            names.append(path + what)
-            found.append(part)
-    return names, found
+        for suffix, part in _dense_parts(x):
+            names.append(path + suffix)
+            parts.append(part)
+    return names, parts
 
 
-def _dense(x: Any) -> list[tuple[str, Any]]:
-    """A leaf; of a sparse tensor, its indices and its values."""
+def _dense_parts(x: Leaf) -> list[tuple[str, Leaf]]:
+    """Returns a leaf as it is; of a sparse tensor, its indices and its values."""
     if not isinstance(x, Tensor) or x.layout == torch.strided:
         return [("", x)]
     x = x.detach().to_sparse_coo().coalesce()
     return [(" indices", x.indices()), (" values", x.values())]
 
 
-def _message(name: str, x: Any, where: RankGroup) -> str:
-    what = (
+def _describe_difference(name: str, x: Leaf, ranks: RankGroup) -> str:
+    leaf_text = (
         describe(x.shape, x.dtype, repr(name)) if isinstance(x, Tensor) else repr(name)
     )
-    opening = f"{what} differs along {where.name}, where it is claimed to be one value"
+    opening = (
+        f"{leaf_text} differs along {ranks.name}, where it is claimed to be one value"
+    )
     if not isinstance(x, Tensor):
         return f"{opening}; this rank has {x!r}"
     flat = x.detach().resolve_conj().resolve_neg().contiguous().view(-1)
     # As bytes: no backend sends numbers of 8 bits.
-    bits = gather_stacked(flat.view(torch.uint8), where)
-    every = bits.view(flat.dtype)
-    bits = bits.view(where.size, flat.numel(), -1)
+    bits = gather_stacked(flat.view(torch.uint8), ranks)
+    values_of_ranks = bits.view(flat.dtype)
+    bits = bits.view(ranks.size, flat.numel(), -1)
     differs = (bits != bits[:1]).any(-1).any(0)
     first = int(differs.int().argmax())
-    index = place_of(first, x.shape)
+    index = index_of_element(first, x.shape)
     lines = [
         f"  at {index} rank {rank} has {row[first].item()!r}"
-        for rank, row in zip(where.ranks, every, strict=True)
+        for rank, row in zip(ranks.ranks, values_of_ranks, strict=True)
     ]
-    more = [f"  and {len(lines) - _SHOWN} more ranks"] if len(lines) > _SHOWN else []
+    rest = [f"  and {len(lines) - _SHOWN} more ranks"] if len(lines) > _SHOWN else []
     advice = "sum or average it over the axis, or send one rank's by ff.pbroadcast"
-    return "\n".join([f"{opening}: {advice}", *lines[:_SHOWN], *more])
+    return "\n".join([f"{opening}: {advice}", *lines[:_SHOWN], *rest])
 
 
 def check_types(
     step: Callable[..., Any],
     mesh: Mesh,
-    state: Any,
-    *batch: Any,
+    state: PyTree,
+    *batch: PyTree,
     axis: Axis | tuple[()] | None = None,
     layouts: LayoutRules | None = None,
 ) -> None:
-    """Raises unless ``step``, transformed, has one meaning on all ranks of a mesh.
+    """Raises unless the types of values in ``step`` fit on all ranks of a mesh.
 
-    The step is run on tensors without data, as the first rank and the last. Whether a
-    value is replicated (I), a rank's own (V), or a part of one value is followed
-    through every operator; combinations without a meaning are refused. A sharded step
-    does this in its first call.
+    The step is run on tensors without data, as the first rank and as the last. Each
+    value has a type: replicated (I), each rank's own (V), or a part of one value. The
+    check follows types through every operator, and refuses combinations without a
+    meaning. A sharded step runs this check in its first call.
 
     Args:
         step, mesh, state, batch, axis, layouts: as for `assert_equals_one_device`.
@@ -245,8 +261,8 @@ def check_types(
     axes = batch_axes(step, mesh) if axis is None else axis_names(axis)
 
     def main() -> None:
-        mine = local_batch(batch, mesh, axes) if axes else batch
-        placed = place(step, state, *mine, layouts=layouts)
-        check(step, (placed, *mine), {}, here(mesh), axes)
+        local_batch_rows = local_batch(batch, mesh, axes) if axes else batch
+        placed = place(step, state, *local_batch_rows, layouts=layouts)
+        check(step, (placed, *local_batch_rows), {}, here(mesh), axes)
 
     spmd(main, mesh)()

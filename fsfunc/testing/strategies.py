@@ -1,8 +1,8 @@
 """Hypothesis strategies for tests of sharding: meshes, layouts, models, stacks.
 
-Each shrinks to the smallest that still fails: one axis, of size 2, one leaf, zeros.
-Values are integers, so that what is equal is so bit for bit, where sizes are powers of
-two. ``help(fsfunc.testing)`` begins with a property test of one's own transform.
+Each shrinks to the smallest example that still fails: one axis, of size 2, one leaf,
+zeros. Values are integers, so that equal results have equal bits where sizes are powers
+of two. ``help(fsfunc.testing)`` begins with a property test of one's own transform.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from fsfunc.testing.drawn_models import EXTRAS, DrawnModel, DrawnStack, DrawnSte
 
 try:
     from hypothesis import strategies as st
-except ImportError as error:  # hypothesis is no need of fsfunc's own
+except ImportError as error:  # fsfunc itself does not depend on hypothesis
     raise ImportError(
         "fsfunc.testing.strategies needs hypothesis: pip install hypothesis"
     ) from error
@@ -41,24 +41,29 @@ def meshes(
     max_size: int = 8,
     powers: bool = True,
 ) -> Mesh:
-    """Simulated meshes; they shrink to ``{"data": 2}``.
+    """Draws simulated meshes; they shrink to ``{"data": 2}``.
 
     Args:
-        names: those of the axes; the first is always there.
-        max_size: of the mesh.
+        names: the names of the axes; the first is always there.
+        max_axes: the most axes.
+        max_size: the most ranks.
         powers: whether sizes are powers of two, over which means are exact.
     """
-    left, sizes = max_size, {}
+    remaining, sizes = max_size, {}
     for name in names[: draw(st.integers(1, max_axes))]:
-        fit = [n for n in ((2, 4, 8) if powers else (2, 3, 4, 5, 6, 7, 8)) if n <= left]
-        sizes[name] = draw(st.sampled_from([*fit, 1]))
-        left //= sizes[name]
+        fitting = [
+            n
+            for n in ((2, 4, 8) if powers else (2, 3, 4, 5, 6, 7, 8))
+            if n <= remaining
+        ]
+        sizes[name] = draw(st.sampled_from([*fitting, 1]))
+        remaining //= sizes[name]
     return make_mesh(sizes, "simulated")
 
 
 @st.composite
 def axes(draw: Any, mesh: Mesh) -> Axis:
-    """One axis of a mesh, or several in any order; they shrink to its first one."""
+    """Draws one axis of a mesh, or several in any order; shrinks to its first one."""
     names = list(mesh.axes)
     if len(names) == 1 or not draw(st.booleans()):
         return draw(st.sampled_from(names))
@@ -69,7 +74,7 @@ def axes(draw: Any, mesh: Mesh) -> Axis:
 def shapes(
     *, max_dims: int = 3, max_size: int = 5, multiple: int = 1
 ) -> Strategy[tuple[int, ...]]:
-    """Shapes, scalars and empty ones among them; each size a multiple of a number.
+    """Draws shapes, scalars and empty ones among them, of multiples of a number.
 
     With ``multiple=mesh.size`` every dim can be cut over any axes of a mesh.
     """
@@ -86,49 +91,57 @@ def layouts(
     *,
     flat: bool = True,
 ) -> Layout:
-    """Layouts of one tensor over any axes of a mesh; they shrink to a whole one.
+    """Draws layouts of one tensor over any axes of a mesh; they shrink to a whole one.
 
     Args:
         flat: whether some axes cut a flat buffer, which other tensors share.
     """
     names = draw(st.lists(st.sampled_from(list(mesh.axes)), unique=True))
-    outer = draw(st.integers(0, len(names))) if flat else len(names)
+    outer_count = draw(st.integers(0, len(names))) if flat else len(names)
     parts = []
-    for axis in names[:outer]:
+    for axis in names[:outer_count]:
         size = mesh.axes[axis]
         if shape and not draw(st.booleans()):
             parts.append(Split(draw(st.integers(0, len(shape) - 1)), axis, size))
         else:
             parts.append(Owned(axis, size, draw(st.integers(0, size - 1))))
-    if outer == len(names):
+    if outer_count == len(names):
         return Layout(tuple(shape), dtype, tuple(parts), "w")
-    every = [draw(shapes()), tuple(shape), draw(shapes())]
-    sizes = [mesh.axes[a] for a in names[outer:]]
-    before = [(), tuple(parts), ()]
-    called = ["before", "w", "after"]
-    return pack_flat(every, dtype, called, names[outer:], sizes, "unit", outer=before)[
-        1
-    ]
+    shapes_in_buffer = [draw(shapes()), tuple(shape), draw(shapes())]
+    sizes = [mesh.axes[a] for a in names[outer_count:]]
+    outer_parts = [(), tuple(parts), ()]
+    leaf_names = ["before", "w", "after"]
+    return pack_flat(
+        shapes_in_buffer,
+        dtype,
+        leaf_names,
+        names[outer_count:],
+        sizes,
+        "unit",
+        outer=outer_parts,
+    )[1]
 
 
 @st.composite
 def tensors(draw: Any, shape: Strategy[tuple[int, ...]], dtype: torch.dtype) -> Tensor:
-    """Integers in any dtype; they shrink to zeros."""
-    made = draw(shape)
+    """Draws tensors of integers in a dtype; they shrink to zeros."""
+    drawn_shape = draw(shape)
     seed = draw(st.one_of(st.none(), seeds))
     if seed is None:
-        return torch.zeros(made, dtype=dtype, device="cpu")
+        return torch.zeros(drawn_shape, dtype=dtype, device="cpu")
     generator = torch.Generator().manual_seed(seed)
-    return torch.randint(-2, 3, made, generator=generator, device="cpu").to(dtype)
+    return torch.randint(-2, 3, drawn_shape, generator=generator, device="cpu").to(
+        dtype
+    )
 
 
 def trees(*, max_leaves: int = 5, multiple: int = 1) -> Strategy[Any]:
-    """Trees of tensors: dicts, lists and tuples, empty ones and None among them.
+    """Draws trees of tensors: dicts, lists and tuples, empty ones and None among them.
 
     They shrink to one leaf.
 
     Args:
-        multiple: of which every size is, for leaves to be cut.
+        multiple: every size is a multiple of it, so that leaves can be cut.
     """
     shape = shapes(multiple=multiple, max_dims=2)
     leaf = st.sampled_from([torch.float32, torch.int64]).flatmap(
@@ -149,10 +162,10 @@ def trees(*, max_leaves: int = 5, multiple: int = 1) -> Strategy[Any]:
 def batches(
     mesh: Mesh, axis: Axis | None = None, *, rows_each: int = 1
 ) -> Strategy[dict[str, Tensor]]:
-    """Batches for drawn models, of which each rank along ``axis`` has equal rows.
+    """Draws batches for drawn models, with as many rows for each rank along ``axis``.
 
     Args:
-        rows_each: of which a rank has a multiple, for microbatches.
+        rows_each: a rank has a multiple of it, for microbatches.
     """
     size = mesh.size if axis is None else mesh.axis_size(axis)
     count = st.integers(1, 2).map(lambda k: k * rows_each * size)
@@ -160,41 +173,41 @@ def batches(
 
 
 def models(*, outside: bool = True, frozen: bool = True) -> Strategy[DrawnModel]:
-    """Models of units that nest, share and repeat parameters; they shrink to a layer.
+    """Draws models whose units nest, share and repeat parameters; shrinks to a layer.
 
-    They have relus: what is rounded on its way may come to the other side of one, so a
-    codec is better held to a smooth loss of your own.
+    A drawn model has ``model.params(seed)``, ``model.frozen_params(seed)`` and
+    ``model.loss(params, frozen, batch)``, for a batch of `batches`.
 
-    Of one ``model.params(seed)``, ``model.frozen_params(seed)`` and
-    ``model.loss(params, frozen, batch)``, a batch being one of `batches`.
+    Models have relus, and a rounded value may fall on the other side of one. So test a
+    codec by a smooth loss of your own.
 
     Args:
-        outside: whether some read a leaf outside units; ``frozen``: whether some have
-            parameters that are not differentiated.
+        outside: whether some read a leaf outside units.
+        frozen: whether some have parameters that are not differentiated.
     """
     names = st.lists(st.sampled_from(sorted(EXTRAS)), max_size=3, unique=True)
-    each = names.map(lambda names: tuple(sorted(names)))
-    maybe = lambda allowed: st.booleans() if allowed else st.just(False)  # noqa: E731
+    layer_leaves = names.map(lambda names: tuple(sorted(names)))
+    allow = lambda allowed: st.booleans() if allowed else st.just(False)  # noqa: E731
     drawn = st.builds(
         DrawnModel,
-        layers=st.lists(each, min_size=1, max_size=2).map(tuple),
+        layers=st.lists(layer_leaves, min_size=1, max_size=2).map(tuple),
         nested=st.booleans(),
         tied=st.booleans(),
         twice=st.booleans(),
-        outside=maybe(outside),
-        frozen=maybe(frozen),
+        outside=allow(outside),
+        frozen=allow(frozen),
         whole=st.booleans(),
     )
-    # A unit may gather what it is given; what is read outside units must stay whole.
-    return drawn.filter(lambda m: not (m.outside and m.whole))
+    # A leaf that is read outside units must stay whole; a loss that is a unit has none.
+    return drawn.filter(lambda model: not (model.outside and model.whole))
 
 
 def train_steps(*, frozen: bool = False, outside: bool = True) -> Strategy[DrawnStep]:
-    """Train steps of drawn models, with their state and data.
+    """Draws train steps of models, with their state and data.
 
-    Of what is drawn ``drawn.gradient(params, batch) -> (loss, grads)`` and
-    ``drawn.step(state, batch) -> (state, loss)``, one step of descent, are functions;
-    ``drawn.params``, ``drawn.state`` and ``drawn.batch(rows)`` what they take.
+    A drawn step has the functions ``drawn.gradient(params, batch) -> (loss, grads)``
+    and ``drawn.step(state, batch) -> (state, loss)``, one step of descent. Their
+    arguments are ``drawn.params``, ``drawn.state`` and ``drawn.batch(rows)``.
     Parameters are dicts and lists; some leaves are integers, whose gradient is None.
 
     Args:
@@ -205,29 +218,30 @@ def train_steps(*, frozen: bool = False, outside: bool = True) -> Strategy[Drawn
 
 @st.composite
 def orders(draw: Any, kinds: Sequence[str]) -> tuple[str, ...]:
-    """Orders of transforms with "shard" among them, the innermost first.
+    """Draws orders of transforms with "shard" among them, the innermost first.
 
     "donate", which is for train steps, comes last: around all others.
     """
     others = draw(st.lists(st.sampled_from(kinds), unique=True)) if kinds else []
-    within = ["shard", *(name for name in others if name != "donate")]
-    return (*draw(st.permutations(within)), *["donate"] * ("donate" in others))
+    inner = ["shard", *(name for name in others if name != "donate")]
+    return (*draw(st.permutations(inner)), *["donate"] * ("donate" in others))
 
 
 @st.composite
 def transform_stacks(
     draw: Any, mesh: Mesh, kinds: Sequence[str] = ("remat", "accumulate")
 ) -> DrawnStack:
-    """Stacks of ``shard`` with any options, and others around and within it.
+    """Draws ``shard`` with any options, and other transforms around and within it.
 
     They shrink to ``shard(step, mesh, axis)`` at zero=0. ``stack(f)`` is ``f`` under
-    them, on ``stack.mesh``; ``stack.axes`` are those over which its batch is cut, and
-    ``stack.rows`` the least that it takes, or a multiple of it.
+    them, on ``stack.mesh``. ``stack.axes`` are the axes over which its batch is cut,
+    and its batch has ``stack.rows`` rows, or a multiple of that.
 
     Args:
-        kinds: which others, each once at most: "remat", "accumulate"; for train steps
-            "donate"; and "pipeline", where the mesh has an axis for it beside one for
-            ``shard``: of losses with no fewer unit calls than that axis has ranks.
+        kinds: the other transforms, each used once at most: "remat", "accumulate"; for
+            train steps "donate"; and "pipeline", if the mesh has an axis for it beside
+            one for ``shard``. The loss must have as many unit calls as that axis has
+            ranks, or more.
     """
     names, pipe = list(mesh.axes), ""
     if "pipeline" in kinds and len(names) == 1:
@@ -235,9 +249,9 @@ def transform_stacks(
     order = draw(orders(kinds))
     if "pipeline" in order:
         names.remove(pipe := draw(st.sampled_from(names)))
-    copies, axis = None, names[0]
+    replicate_axis, axis = None, names[0]
     if len(names) > 1 and draw(st.booleans()):
-        copies, axis = draw(st.permutations(names))[:2]
+        replicate_axis, axis = draw(st.permutations(names))[:2]
     elif len(names) > 1 and not pipe:
         axis = draw(axes(mesh))
     options = {
@@ -245,8 +259,8 @@ def transform_stacks(
         "reshard_after_forward": not draw(st.booleans()),
         "min_bytes": draw(st.sampled_from([0, 40, 10**6])),
     }
-    if copies is not None:
-        options["replicate"] = copies
+    if replicate_axis is not None:
+        options["replicate"] = replicate_axis
     return DrawnStack(mesh, order, axis, options, pipe=pipe)
 
 
@@ -257,31 +271,39 @@ def valid_schedules(
     n_stages: int | None = None,
     n_microbatches: int | None = None,
 ) -> Schedule:
-    """Valid schedules of a pipeline: actions in any order that its stages allow.
+    """Draws valid schedules of a pipeline: actions in any order that stages allow.
 
-    They shrink to one rank and one microbatch, where these are not given.
+    They shrink to one rank and one microbatch, if these are not given.
     """
     n: int = ranks or draw(st.integers(1, 4))
-    least, most = (0, 6 - n) if n_stages is None else (n_stages - n,) * 2
-    extra = draw(st.lists(st.integers(0, n - 1), min_size=least, max_size=most))
-    owner = draw(st.permutations([*range(n), *extra]))
+    min_extra, max_extra = (0, 6 - n) if n_stages is None else (n_stages - n,) * 2
+    extra = draw(
+        st.lists(st.integers(0, n - 1), min_size=min_extra, max_size=max_extra)
+    )
+    rank_of_stage = draw(st.permutations([*range(n), *extra]))
     count: int = n_microbatches or draw(st.integers(1, 4))
-    last, cells = len(owner) - 1, len(owner) * count
-    halves = draw(st.lists(st.booleans(), min_size=cells, max_size=cells))
-    open_now = {("F", 0, m) for m in range(count)}
+    last, cell_count = len(rank_of_stage) - 1, len(rank_of_stage) * count
+    is_split = draw(st.lists(st.booleans(), min_size=cell_count, max_size=cell_count))
+    ready = {("F", 0, microbatch) for microbatch in range(count)}
     table: list[list[Action]] = [[] for _ in range(n)]
-    while open_now:
-        kind, stage, m = draw(st.sampled_from(sorted(open_now)))
-        open_now.remove((kind, stage, m))
-        table[owner[stage]].append(Action(kind, stage, m))
+    while ready:
+        kind, stage, microbatch = draw(st.sampled_from(sorted(ready)))
+        ready.remove((kind, stage, microbatch))
+        table[rank_of_stage[stage]].append(Action(kind, stage, microbatch))
         if kind == "F" and stage < last:
-            open_now.add(("F", stage + 1, m))
+            ready.add(("F", stage + 1, microbatch))
         if kind == "I":
-            open_now.add(("W", stage, m))
-        below = stage if kind == "F" and stage == last else stage - 1
-        if below >= 0 and (kind in ("B", "I") or below == last):
-            open_now.add(("I" if halves[below * count + m] else "B", below, m))
+            ready.add(("W", stage, microbatch))
+        previous = stage if kind == "F" and stage == last else stage - 1
+        if previous >= 0 and (kind in ("B", "I") or previous == last):
+            ready.add(
+                (
+                    "I" if is_split[previous * count + microbatch] else "B",
+                    previous,
+                    microbatch,
+                )
+            )
     return tuple(tuple(row) for row in table)
 
 
-schedules = valid_schedules  # as `ff.schedules` is called, which are modules
+schedules = valid_schedules  # named like the module ``ff.schedules``

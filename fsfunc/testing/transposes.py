@@ -1,9 +1,9 @@
 """``check_collective``: a map over ranks and its derivatives, by typed dot products.
 
-For a linear map f and its transpose f', <f(x), g> = <x, f'(g)>, each side over the
-ranks by its type: V varies (a sum over ranks), I is one value (counted once), P is in
-parts and R equal with a cotangent in parts (the parts are summed first), M varies under
-a mean over the ranks. See `fsfunc.comm.linear_maps`.
+For a linear map f and its transpose f', <f(x), g> = <x, f'(g)>. Each side is summed
+over the ranks by its type: V varies (a sum over ranks), I is one value (counted once),
+P is in parts, and R equal with a cotangent in parts (the parts are summed first), M
+varies under a mean over the ranks. `fsfunc.comm.linear_maps` has all types and maps.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,8 +21,10 @@ from torch.func import grad, jvp, vjp, vmap
 from fsfunc.comm.launch import PerRank, make_mesh, spmd
 from fsfunc.comm.mesh import Axis, Mesh
 
-COTANGENT = {"V": "V", "I": "I", "R": "P", "P": "R", "M": "M"}
-_UNIT = 840.0**2  # means of means over up to 8 ranks are exact too
+COTANGENT = {"V": "V", "I": "I", "R": "P", "P": "R", "M": "M"}  # of a value's type
+# Drawn numbers are multiples of it. 840 is one of all numbers to 8: means over as many
+# ranks, and means of means, are integers, and sums of these exact.
+_UNIT = 840.0**2
 UNDER = ("linear", "vjp", "grad", "jvp", "vmap", "twice")
 
 
@@ -55,7 +56,7 @@ def check_collective(
             one value, R is replicated with a cotangent in parts, P is in parts.
         shape: the shape of the argument.
         sizes: the sizes of the axis, tried from the smallest.
-        transpose: its transpose, if you know it: a function of the cotangent.
+        transpose: the expected transpose, if you know it: a function of the cotangent.
         under: the derivatives to check.
         mesh: a mesh with further axes, instead of ``sizes``.
 
@@ -76,21 +77,28 @@ def check_collective(
         raise ValueError(f"shape={tuple(shape)} has no elements: any map passes")
     if not under or not (sizes or mesh):
         raise ValueError(f"under={under!r}, sizes={sizes!r}: nothing would be asked")
-    drawn = (make_mesh({axis: n}, "simulated") for n in sizes)
-    for at in drawn if mesh is None else [mesh]:
-        _Check(fn, axis, of, to, tuple(shape), transpose, at).run(under)
+    meshes = (make_mesh({axis: size}, "simulated") for size in sizes)
+    for each_mesh in meshes if mesh is None else [mesh]:
+        _Check(fn, axis, of, to, tuple(shape), transpose, each_mesh).run(under)
 
 
 @dataclass(eq=False)
 class _Check:
-    """One collective on one mesh."""
+    """The checks of one collective on one mesh.
 
-    fn: Any
+    Attributes:
+        x, z: two arguments, for all ranks.
+        y: ``fn`` of x.
+        g, h: two cotangents of the result.
+        is_one_value: whether arguments are equal on all ranks of a group.
+    """
+
+    fn: Callable[[Tensor], Tensor]
     axis: str
     of: str
     to: str
     shape: tuple[int, ...]
-    transpose: Any
+    transpose: Callable[[Tensor], Tensor] | None
     mesh: Mesh
 
     def __post_init__(self) -> None:
@@ -98,144 +106,192 @@ class _Check:
         for kind in (of, to):
             if kind not in "VIRP":
                 raise ValueError(f"type {kind!r}: it is V, I, R or P")
-        self.draw = torch.Generator().manual_seed(0)
+        self.generator = torch.Generator().manual_seed(0)
         name = getattr(fn, "__name__", type(fn).__name__)
-        n = mesh.axis_size(axis)
-        self.name = f'{name}, {of} -> {to} over "{axis}" of size {n}'
-        self.alike = of in "IR"
+        size = mesh.axis_size(axis)
+        self.name = f'{name}, {of} -> {to} over "{axis}" of size {size}'
+        self.is_one_value = of in "IR"
         self.x, self.z = (
-            typed(self.alike, self.shape, mesh, axis, self.draw) for _ in "xz"
+            draw_typed(self.is_one_value, self.shape, mesh, axis, self.generator)
+            for _ in "xz"
         )
         self.y = self.on_ranks(fn, self.x)
-        out = self.y[0].shape
-        dual = COTANGENT[to] in "IR"
-        self.g, self.h = (typed(dual, out, mesh, axis, self.draw) for _ in "gh")
+        output_shape = self.y[0].shape
+        cotangent_is_one_value = COTANGENT[to] in "IR"
+        self.g, self.h = (
+            draw_typed(cotangent_is_one_value, output_shape, mesh, axis, self.generator)
+            for _ in "gh"
+        )
 
-    def on_ranks(self, fn: Callable[..., Any], *args: Any) -> PerRank:
+    def on_ranks(self, fn: Callable[..., Tensor], *args: PerRank) -> PerRank:
+        """Calls a function on every rank, each with its own arguments."""
         return spmd(fn, self.mesh)(*args)
 
     def groups(self) -> list[tuple[int, ...]]:
-        return sorted({self.mesh.members(self.axis, r) for r in range(self.mesh.size)})
+        """Returns the ranks of each group along the axis."""
+        return sorted(
+            {self.mesh.members(self.axis, rank) for rank in range(self.mesh.size)}
+        )
 
     def run(self, under: Sequence[str]) -> None:
-        for what in under:
-            if what not in UNDER:
-                raise ValueError(f"under={what!r}: it is one of {UNDER}")
-        self.claim("what it returns", self.to, self.y)
+        """Checks the derivatives named, in the order of ``UNDER``."""
+        for derivative in under:
+            if derivative not in UNDER:
+                raise ValueError(f"under={derivative!r}: it is one of {UNDER}")
+        self.check_type("what it returns", self.to, self.y)
         with warnings.catch_warnings():
             # The first jvp of a process lets torch compile its own decompositions.
             warnings.filterwarnings("ignore", ".torch.jit.script. is deprecated")
-            for what in UNDER:
-                if what in under:
-                    self.take(what)
+            for derivative in UNDER:
+                if derivative in under:
+                    self.check_derivative(derivative)
 
-    def take(self, what: str) -> None:
+    def check_derivative(self, derivative: str) -> None:
+        """Calls the method of this name; names the derivative in other errors."""
         try:
-            getattr(self, what)()
+            getattr(self, derivative)()
         except AssertionError:
             raise
         except Exception as error:
             raise AssertionError(
-                f"{self.name}, cannot be taken under {what}: "
+                f"{self.name}, cannot be taken under {derivative}: "
                 f"{type(error).__name__}: {error}"
             ) from error
 
-    # The claims
+    # One method for each name in UNDER
 
     def linear(self) -> None:
-        both = self.on_ranks(lambda x, z: self.fn(2 * x - 3 * z), self.x, self.z)
-        zs = self.on_ranks(self.fn, self.z)
-        due = PerRank([2 * y - 3 * z for y, z in zip(self.y, zs, strict=True)])
-        self.equal("is not linear: f(2x - 3z) is not 2f(x) - 3f(z)", both, due)
+        of_combination = self.on_ranks(
+            lambda x, z: self.fn(2 * x - 3 * z), self.x, self.z
+        )
+        of_z = self.on_ranks(self.fn, self.z)
+        expected = PerRank([2 * y - 3 * z for y, z in zip(self.y, of_z, strict=True)])
+        self.check_equal(
+            "is not linear: f(2x - 3z) is not 2f(x) - 3f(z)", of_combination, expected
+        )
 
     def vjp(self) -> None:
-        self.pulled = self.on_ranks(self._pull, self.x, self.g)
-        self.claim("its cotangent", COTANGENT[self.of], self.pulled)
-        self.paired("the transpose", self.y, self.g, self.x, self.pulled)
+        self.pulled_back = self.on_ranks(self._pull_back, self.x, self.g)
+        self.check_type("its cotangent", COTANGENT[self.of], self.pulled_back)
+        self.check_pairing("the transpose", self.y, self.g, self.x, self.pulled_back)
         if self.transpose is not None:
-            due = self.on_ranks(self.transpose, self.g)
-            self.equal("has another transpose than you gave", self.pulled, due)
+            expected = self.on_ranks(self.transpose, self.g)
+            self.check_equal(
+                "has another transpose than you gave", self.pulled_back, expected
+            )
 
     def grad(self) -> None:
-        take = lambda x, g: grad(lambda x: (self.fn(x) * g).sum())(x)  # noqa: E731
-        found = self.on_ranks(take, self.x, self.g)
-        due = self.on_ranks(self._pull, self.x, self.g)
-        self.equal("has another gradient under grad than under vjp", found, due)
+        take_gradient = lambda x, g: grad(lambda x: (self.fn(x) * g).sum())(x)  # noqa: E731
+        by_grad = self.on_ranks(take_gradient, self.x, self.g)
+        by_vjp = self.on_ranks(self._pull_back, self.x, self.g)
+        self.check_equal(
+            "has another gradient under grad than under vjp", by_grad, by_vjp
+        )
 
     def jvp(self) -> None:
-        found = self.on_ranks(lambda x, z: jvp(self.fn, (x,), (z,))[1], self.x, self.z)
-        due = self.on_ranks(self.fn, self.z)
-        self.equal("has a wrong jvp: a linear map's is f of the tangent", found, due)
+        actual = self.on_ranks(lambda x, z: jvp(self.fn, (x,), (z,))[1], self.x, self.z)
+        expected = self.on_ranks(self.fn, self.z)
+        self.check_equal(
+            "has a wrong jvp: a linear map's is f of the tangent", actual, expected
+        )
 
     def vmap(self) -> None:
         stack = lambda a, b: torch.stack([a, b])  # noqa: E731
-        found = self.on_ranks(lambda x, z: vmap(self.fn)(stack(x, z)), self.x, self.z)
-        due = self.on_ranks(lambda x, z: stack(self.fn(x), self.fn(z)), self.x, self.z)
-        self.equal("is wrong under vmap", found, due)
-        two = lambda x, z, g, h: vmap(self._pull)(stack(x, z), stack(g, h))  # noqa: E731
-        one = lambda x, z, g, h: stack(self._pull(x, g), self._pull(z, h))  # noqa: E731
+        actual = self.on_ranks(lambda x, z: vmap(self.fn)(stack(x, z)), self.x, self.z)
+        expected = self.on_ranks(
+            lambda x, z: stack(self.fn(x), self.fn(z)), self.x, self.z
+        )
+        self.check_equal("is wrong under vmap", actual, expected)
+        pull_mapped = lambda x, z, g, h: vmap(self._pull_back)(stack(x, z), stack(g, h))  # noqa: E731
+        pull_back = self._pull_back
+        pull_each = lambda x, z, g, h: stack(pull_back(x, g), pull_back(z, h))  # noqa: E731
         args = self.x, self.z, self.g, self.h
-        said = "has a wrong transpose under vmap"
-        self.equal(said, self.on_ranks(two, *args), self.on_ranks(one, *args))
-
-    def twice(self) -> None:
-        def again(x: Tensor, g: Tensor) -> Tensor:
-            return vjp(lambda g: self._pull(x, g), g)[1](x)[0]
-
-        found = self.on_ranks(again, self.x, self.g)
-        said = "the transpose of its transpose"
-        self.paired(
-            said, found, self.g, self.x, self.on_ranks(self._pull, self.x, self.g)
+        message = "has a wrong transpose under vmap"
+        self.check_equal(
+            message,
+            self.on_ranks(pull_mapped, *args),
+            self.on_ranks(pull_each, *args),
         )
 
-    def _pull(self, x: Tensor, g: Tensor) -> Tensor:
+    def twice(self) -> None:
+        def transpose_twice(x: Tensor, g: Tensor) -> Tensor:
+            return vjp(lambda g: self._pull_back(x, g), g)[1](x)[0]
+
+        actual = self.on_ranks(transpose_twice, self.x, self.g)
+        title = "the transpose of its transpose"
+        self.check_pairing(
+            title,
+            actual,
+            self.g,
+            self.x,
+            self.on_ranks(self._pull_back, self.x, self.g),
+        )
+
+    def _pull_back(self, x: Tensor, g: Tensor) -> Tensor:
         return vjp(self.fn, x)[1](g)[0]
 
-    # What they come down to
+    # What these are made of
 
-    def paired(self, what: str, ys: Any, gs: Any, xs: Any, gxs: Any) -> None:
-        """<y, g> = <x, gx> in every group."""
+    def check_pairing(
+        self,
+        title: str,
+        ys: Sequence[Tensor],
+        gs: Sequence[Tensor],
+        xs: Sequence[Tensor],
+        gxs: Sequence[Tensor],
+    ) -> None:
+        """Raises unless <y, g> = <x, gx> in every group."""
         for ranks in self.groups():
             y, g, x, gx = ([v[r] for r in ranks] for v in (ys, gs, xs, gxs))
             left, right = pairing(self.to, y, g), pairing(self.of, x, gx)
             if left != right:
                 raise AssertionError(
-                    f"{what} of {self.name}, is wrong: <f(x), g> = {float(left):g}, "
-                    f"<x, f'(g)> = {float(right):g}{self._ratio(left, right, gx)}"
+                    f"{title} of {self.name}, is wrong: <f(x), g> = {float(left):g}, "
+                    "<x, f'(g)> = "
+                    f"{float(right):g}{self._explain_ratio(left, right, gx)}"
                 )
 
-    def _ratio(self, left: Fraction, right: Fraction, pulled: Sequence[Tensor]) -> str:
-        n, k = self.mesh.axis_size(self.axis), right / left if left else Fraction(0)
-        if k == n:
-            return f", {n} times too large: it sums over ranks what is one value"
-        if k and k * n == 1:
-            return f", {n} times too small: it takes a mean, or one rank's, for a sum"
-        if not any(bool(g.any()) for g in pulled):
+    def _explain_ratio(
+        self, left: Fraction, right: Fraction, pulled_back: Sequence[Tensor]
+    ) -> str:
+        size, ratio = (
+            self.mesh.axis_size(self.axis),
+            right / left if left else Fraction(0),
+        )
+        if ratio == size:
+            return f", {size} times too large: it sums over ranks what is one value"
+        if ratio and ratio * size == 1:
+            return (
+                f", {size} times too small: it takes a mean, or one rank's, for a sum"
+            )
+        if not any(bool(g.any()) for g in pulled_back):
             return ": it loses the cotangent"
         return ": its transpose moves, or sums, something else"
 
-    def claim(self, what: str, kind: str, values: Sequence[Tensor]) -> None:
-        """Raises where values of type I or R are not one value in a group."""
+    def check_type(self, title: str, kind: str, values: Sequence[Tensor]) -> None:
+        """Raises if values of type I or R are not one value in a group."""
         if kind not in "IR":
             return
         for ranks in self.groups():
-            for r in ranks[1:]:
-                if not torch.equal(values[r], values[ranks[0]]):
+            for rank in ranks[1:]:
+                if not torch.equal(values[rank], values[ranks[0]]):
                     raise AssertionError(
-                        f"{what} of {self.name}, is of type {kind}, one value on all "
-                        f"ranks, and differs between ranks {ranks[0]} and {r}"
+                        f"{title} of {self.name}, is of type {kind}, one value on all "
+                        f"ranks, and differs between ranks {ranks[0]} and {rank}"
                     )
 
-    def equal(self, what: str, found: Sequence[Tensor], due: Sequence[Tensor]) -> None:
-        for rank, (a, b) in enumerate(zip(found, due, strict=True)):
-            if a.shape != b.shape or not torch.equal(a, b):
+    def check_equal(
+        self, message: str, actual: Sequence[Tensor], expected: Sequence[Tensor]
+    ) -> None:
+        for rank, (x, y) in enumerate(zip(actual, expected, strict=True)):
+            if x.shape != y.shape or not torch.equal(x, y):
                 raise AssertionError(
-                    f"{self.name}, {what}; on rank {rank} it is\n{a}\nand not\n{b}"
+                    f"{self.name}, {message}; on rank {rank} it is\n{x}\nand not\n{y}"
                 )
 
 
 def pairing(kind: str, xs: Sequence[Tensor], gs: Sequence[Tensor]) -> Fraction:
-    """<x, g> over the ranks of one group, where x is of this type and g of its dual.
+    """Returns <x, g> over the ranks of a group, for x of a type and g of its dual.
 
     >>> import torch
     >>> one, two = torch.tensor([1.0]), torch.tensor([2.0])
@@ -244,25 +300,30 @@ def pairing(kind: str, xs: Sequence[Tensor], gs: Sequence[Tensor]) -> Fraction:
     >>> int(pairing("I", [two, two], [two, two]))
     4
     """
-    each = [Fraction((x * g).sum().item()) for x, g in zip(xs, gs, strict=True)]
+    products = [Fraction((x * g).sum().item()) for x, g in zip(xs, gs, strict=True)]
     if kind == "I":
-        return each[0]
+        return products[0]
     if kind == "P":  # g is equal on all ranks, x in parts: <sum of parts, g>
         return Fraction((sum(xs) * gs[0]).sum().item())
     if kind == "R":
         return Fraction((xs[0] * sum(gs)).sum().item())
-    return sum(each, Fraction(0)) / (len(each) if kind == "M" else 1)
+    return sum(products, Fraction(0)) / (len(products) if kind == "M" else 1)
 
 
-def typed(
-    alike: bool, shape: Sequence[int], mesh: Mesh, axis: Axis, draw: torch.Generator
+def draw_typed(
+    is_one_value: bool,
+    shape: Sequence[int],
+    mesh: Mesh,
+    axis: Axis,
+    generator: torch.Generator,
 ) -> PerRank:
-    """Integers in float64 for every rank; with ``alike``, equal within a group."""
-    keys = [mesh.members(axis, r) if alike else r for r in range(mesh.size)]
-    made: dict[object, Tensor] = {}
+    """Draws integers in float64 for every rank; equal in a group, if it is one "
+    "value."""
+    keys = [mesh.members(axis, r) if is_one_value else r for r in range(mesh.size)]
+    drawn: dict[object, Tensor] = {}
     for key in keys:
-        if key not in made:
-            made[key] = _UNIT * torch.randint(
-                -3, 4, tuple(shape), generator=draw, device="cpu"
+        if key not in drawn:
+            drawn[key] = _UNIT * torch.randint(
+                -3, 4, tuple(shape), generator=generator, device="cpu"
             )
-    return PerRank([made[key].double() for key in keys])
+    return PerRank([drawn[key].double() for key in keys])

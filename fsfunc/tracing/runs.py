@@ -238,7 +238,7 @@ class LaysOut(Protocol):
 class EntersCalls(LaysOut, Protocol):
     """The interpretation of ``shard``."""
 
-    def entered(
+    def enter(
         self,
         handler: Interpretation,
         f: Callable[..., tree.PyTree],
@@ -257,7 +257,7 @@ class NotesUnits(Protocol):
         self, noted: Noted, run: Callable[..., tree.PyTree], call: Call
     ) -> Callable[..., tree.PyTree]: ...
 
-    def heard(self, values: tree.PyTree) -> tree.PyTree: ...
+    def mark_numbers(self, values: tree.PyTree) -> tree.PyTree: ...
 
 
 class Noted(Interpretation):

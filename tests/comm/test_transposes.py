@@ -17,7 +17,7 @@ from fsfunc.comm.collective_ops import apply_map
 from fsfunc.comm.groups import get_group
 from fsfunc.comm.linear_maps import LinearMap
 from fsfunc.comm.operations import OPERATIONS
-from fsfunc.testing.transposes import COTANGENT, pairing, typed
+from fsfunc.testing.transposes import COTANGENT, draw_typed, pairing
 
 TRANSPOSES = {
     (op, *kinds): row
@@ -48,10 +48,10 @@ def dot_products(how: LinearMap, sizes, axis, shape, seed):
     n = mesh.axis_size(axis)
     shape = tuple(n * k for k in shape)  # whatever the op cuts, it divides
     of, row = how.of, plain((how.op, how.of, how.to))
-    xs = typed(of in "IR" or row in AGREEING, shape, mesh, axis, generator)
+    xs = draw_typed(of in "IR" or row in AGREEING, shape, mesh, axis, generator)
     out = how.apply_to_all([xs[0]] * n)[0].shape
     alike = COTANGENT[how.to] in "IR" or TRANSPOSES[row] in AGREEING
-    gs = typed(alike, out, mesh, axis, generator)
+    gs = draw_typed(alike, out, mesh, axis, generator)
 
     def main(x, g):
         y, pull = torch.func.vjp(lambda x: apply_map(x, how, get_group(axis)), x)

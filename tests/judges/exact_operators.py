@@ -127,7 +127,7 @@ def judged(op, sample):
         return "not judged", ""
     args = tree.map(residue, tree.map(copied, args))
     with exact() as field:
-        field.factor = 1.0
+        field.order_factor = 1.0
         try:
             ours = computed(op, args)
         except (NoExactRule, NoResidue, NotImplementedError) as error:

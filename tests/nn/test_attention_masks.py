@@ -180,8 +180,8 @@ def test_it_is_torchs_attention(case, recompute, scale, way, tiled) -> None:
     expected = pulled(torchs(seen, mask, scale=scale))(*whole)
     with pytest.MonkeyPatch.context() as patch:
         if tiled:  # rows of scores are computed two by two
-            patch.setattr("fsfunc.nn.attention_blocks._SCORES", 0)
-            patch.setattr("fsfunc.nn.attention_blocks._ROWS", 2)
+            patch.setattr("fsfunc.nn.attention_blocks._MAX_SCORES", 0)
+            patch.setattr("fsfunc.nn.attention_blocks._MIN_ROWS", 2)
         with unchanged(*whole):
             found = on_ranks(way, size, order, whole, documents, mask, **how)
             singles = [x.float() for x in whole]

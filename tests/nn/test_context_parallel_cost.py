@@ -5,7 +5,7 @@ import torch
 
 import fsfunc as ff
 from fsfunc.nn import attention_blocks
-from fsfunc.nn.attention_blocks import Heads, attend_in_place, pull
+from fsfunc.nn.attention_blocks import Heads, attend_by_tiles, pull_back
 from fsfunc.nn.attention_masks import Visible
 from tests.checks import simulated, trained
 from tests.models import train_step
@@ -78,11 +78,11 @@ def test_no_tile_is_computed_that_is_masked_as_a_whole(monkeypatch) -> None:
     seen, scores = [], attention_blocks._scores
     spy = lambda *args: seen.append(scores(*args)) or seen[-1].clone()  # noqa: E731
     monkeypatch.setattr(attention_blocks, "_scores", spy)
-    monkeypatch.setattr(attention_blocks, "_SCORES", 0)
-    monkeypatch.setattr(attention_blocks, "_ROWS", 2)
+    monkeypatch.setattr(attention_blocks, "_MAX_SCORES", 0)
+    monkeypatch.setattr(attention_blocks, "_MIN_ROWS", 2)
     q, k, v, g = tensors(0, (1, 4, 8, 4), (1, 2, 8, 4), (1, 2, 8, 5))
-    of = attend_in_place(Heads(q, k, v), Visible(least=0), 0.5)
-    pull(g, Heads(q, k, v), of, Visible(least=0), 0.5)
+    of = attend_by_tiles(Heads(q, k, v), Visible(least=0), 0.5)
+    pull_back(g, Heads(q, k, v), of, Visible(least=0), 0.5)
     # Heads, rows of a tile, and keys that the last of them sees; in both passes.
     assert [x.numel() for x in seen] == [4 * 2 * keys for keys in (2, 4, 6, 8)] * 2
 
@@ -166,7 +166,7 @@ def test_a_plan_knows_bytes_and_memory(form, order, window, masks) -> None:
 
 
 def test_rows_of_scores_are_bounded_whatever_the_length(monkeypatch) -> None:
-    monkeypatch.setattr(attention_blocks, "_SCORES", 1 << 18)
+    monkeypatch.setattr(attention_blocks, "_MAX_SCORES", 1 << 18)
     peaks = [held("ring", "zigzag", 2, n, value=9)[0] for n in (1024, 2048)]
     rows = 3 * 4 * 4 * (1 << 18) // 4  # tiles of 2^18 scores in fp32, and their work
     assert peaks[1] - peaks[0] < rows < 4 * 512 * 512 * 4

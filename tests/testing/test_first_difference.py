@@ -577,10 +577,10 @@ def test_an_assertion_keeps_no_more_values_than_it_says(data_of_layers, monkeypa
     two = ff.shard(
         ff.value_and_grad(lambda params, x: mean(params, x) * 2), DATA, "data"
     )
-    monkeypatch.setattr(one_device, "_KEPT", 1000)
+    monkeypatch.setattr(one_device, "_MAX_VALUE_BYTES", 1000)
     with pytest.raises(AssertionError, match="would keep more than .* a smaller model"):
         assert_equals_one_device(one, two, DATA, *data_of_layers, exact=True)
-    monkeypatch.setattr(one_device, "_KEPT", 100_000)
+    monkeypatch.setattr(one_device, "_MAX_VALUE_BYTES", 100_000)
     with pytest.raises(AssertionError, match="that differs: forward, the loss$"):
         assert_equals_one_device(one, two, DATA, *data_of_layers, exact=True)
 

@@ -12,7 +12,7 @@ from fsfunc.checkpoint.stored import CheckpointError
 from fsfunc.sharded.leaf import is_sharded
 from fsfunc.testing import recorded, replay
 from fsfunc.testing.recordings.files import recorded_calls
-from fsfunc.testing.recordings.tapes import KeptMessage
+from fsfunc.testing.recordings.tapes import RecordedMessage
 from tests.programs import forked
 from tests.testing.test_recordings import MESH, held
 
@@ -140,7 +140,7 @@ def test_a_graph_that_is_kept_holds_no_messages(tmp_path):
         ff.spmd(main, MESH)()
     assert all(loss.requires_grad for loss in kept)
     gc.collect()
-    assert not any(type(x) is KeptMessage for x in gc.get_objects())
+    assert not any(type(x) is RecordedMessage for x in gc.get_objects())
 
 
 def test_an_object_that_is_there_twice_is_named(tmp_path):

@@ -26,7 +26,7 @@ from fsfunc.testing import PartsFromRecording, recorded, replay
 from fsfunc.testing import strategies as draw
 from fsfunc.testing.one_device import batch_axes
 from fsfunc.testing.recordings.files import read_call, recorded_calls, write_call
-from fsfunc.testing.recordings.keeping import CallRecorder, sums_of
+from fsfunc.testing.recordings.keeping import CallRecorder, leaf_checksums
 from fsfunc.testing.recordings.tree_reader import TreeReader
 from fsfunc.testing.recordings.tree_writer import TreeWriter
 from tests.covering import examples
@@ -524,9 +524,9 @@ def again(value, like=()):
     """A tree, written as JSON and read."""
     writer = TreeWriter()
     node = writer.add(value)
-    said = json.loads(json.dumps({"node": node, **writer.said}))
+    said = json.loads(json.dumps({"node": node, **writer.tables}))
     reader = TreeReader(said, writer.tensors, {})
-    return reader.filled(said["node"], *like) if like else reader.tree(said["node"])
+    return reader.fill(said["node"], *like) if like else reader.tree(said["node"])
 
 
 def test_trees_come_again_as_they_were():
@@ -564,7 +564,7 @@ def test_no_class_is_imported_for_a_file():
     assert type(pair) is Pair
     writer = TreeWriter()
     kind, name, static, nodes = writer.add(Pair(1, 2))
-    reader = TreeReader(writer.said, {}, {})
+    reader = TreeReader(writer.tables, {}, {})
     for other in ("antigravity:x", "os:system", "builtins:int", f"{__name__}:Odd"):
         with pytest.raises(CheckpointError, match=re.escape(other)):
             reader.tree([kind, other, static, nodes])
@@ -593,7 +593,7 @@ def test_objects_are_those_of_the_arguments_that_are_given():
 PROGRAM = """
 import json, sys
 import fsfunc as ff
-from fsfunc.testing.recordings.keeping import CallRecorder, sums_of
+from fsfunc.testing.recordings.keeping import ___
 from tests.models import floats, layers
 from tests.testing.test_recordings import OPTIMIZER, pipelined, sharded
 
@@ -609,14 +609,14 @@ state = ff.init_state(step, lambda: layers(2, make=floats), OPTIMIZER, x)
 with ff.testing.recorded(f"{folder}/sharded"):
     for _ in range(3):
         state, metrics = step(state, x)
-say("sharded", sums_of((state, metrics)))
+say("sharded", leaf_checksums((state, metrics)))
 
 gloo = ff.make_mesh({"data": 2}, shared_memory=False)
 step = pipelined(gloo)
 state = ff.init_state(step, lambda: layers(2, make=floats), OPTIMIZER, floats(8, 4))
 with ff.testing.recorded(f"{folder}/pipelined"):
     state, metrics = step(state, floats(8, 4))
-say("pipelined", sums_of((state, metrics)))
+say("pipelined", leaf_checksums((state, metrics)))
 
 step = ff.testing.finite(sharded(mesh))
 state = ff.init_state(step, lambda: layers(2, make=floats), OPTIMIZER, x)
@@ -646,7 +646,7 @@ def test_processes_are_recorded_and_run_again_in_one(processes, tmp_path):
     for name, make in {"sharded": sharded, "pipelined": pipelined}.items():
         for rank in range(2):
             out = replay(folder / name, make(MESH), rank=rank)
-            assert [sums_of(out)] == said[rank, name]
+            assert [leaf_checksums(out)] == said[rank, name]
     call = "call 0 of rank {} is recorded: ff.testing.replay({!r}, step, rank={})"
     for rank, kind in enumerate(("PeerFailed", "NotFinite")):
         note = call.format(rank, str(folder / "infinite"), rank)
@@ -663,7 +663,7 @@ def test_a_rank_that_waits_says_where_its_call_is_recorded(capsys):
     said = call_signature("psum", {}, where.axis, torch.ones(3), "")
     record = dog.flight.begin(said, where, 0)
     at = SimpleNamespace(link=SimpleNamespace(flight=dog.flight))
-    with CallRecorder(Path("tape"), 1, 1)._named(at):
+    with CallRecorder(Path("tape"), 1, 1)._name_in_watchdog(at):
         dog._say(record)
     dog._say(record)
     lines = [x for x in capsys.readouterr().err.splitlines() if "[fsfunc]" in x]

@@ -1,16 +1,25 @@
-"""What moves numbers, makes them, and adds them at indices."""
+"""Operators that move numbers, make them, and add them at indices.
+
+The sets of names tell ``mode.py`` which operators need no arithmetic of the field.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from fsfunc.testing.finite_field.field import Field, modulo
-from fsfunc.testing.finite_field.rules import multiply, number, rule, value
+from fsfunc.testing.finite_field.rules import (
+    Operand,
+    lift_operand,
+    multiply,
+    residue_of,
+    rule,
+)
 
-# Operators that move numbers, and compute none. Views are known by their schemas.
+# Operators that move numbers, and compute nothing. Views are told by their schemas.
 MOVES = {
     "alias_copy", "as_strided_copy", "as_strided_scatter", "block_diag", "cat", "clone",
     "contiguous", "copy", "copy_", "detach_copy", "diag_embed", "diagonal_backward",
@@ -31,13 +40,13 @@ MOVES = {
     "requires_grad_", "squeeze_copy", "unsqueeze_copy", "select_copy", "slice_copy",
 }  # fmt: skip
 
-# Those that also write scalars, which become numbers.
+# Operators that also write scalars, which become numbers.
 FILLS = {
     "fill", "fill_", "masked_fill", "masked_fill_", "constant_pad_nd", "index_fill",
     "index_fill_", "scatter", "scatter_", "fill_diagonal_", "where",
 }  # fmt: skip
 
-# Those that add up what they move, and multiply by nothing.
+# Operators that add up what they move: their sums are taken modulo PRIME after.
 SUMS = {
     "adaptive_max_pool2d_backward", "adaptive_max_pool3d_backward", "col2im",
     "masked_scatter_backward", "max_pool3d_with_indices_backward", "put",
@@ -46,7 +55,7 @@ SUMS = {
     "replication_pad2d_backward", "replication_pad3d_backward", "unfold_backward",
 }  # fmt: skip
 
-# Those that make tensors of none.
+# Operators that make tensors without taking any.
 FACTORIES = {
     "arange", "eye", "full", "full_like", "linspace", "new_full", "new_ones",
     "new_zeros", "ones", "ones_like", "scalar_tensor", "zeros", "zeros_like", "empty",
@@ -57,58 +66,71 @@ FACTORIES = {
 
 
 @rule("scatter_add")
-def scatter_add(f: Field, x: Any, dim: int, index: Tensor, source: Any) -> Tensor:
+def scatter_add(
+    f: Field, x: Operand, dim: int, index: Tensor, source: Operand
+) -> Tensor:
     """Returns x with the elements of ``source`` added at indices along a dim."""
-    return modulo(value(x).scatter_add(dim, index, value(source)))
+    return modulo(residue_of(x).scatter_add(dim, index, residue_of(source)))
 
 
 @rule("index_add")
 def index_add(
-    f: Field, x: Any, dim: int, index: Tensor, source: Any, *, alpha: Any = 1
+    f: Field,
+    x: Operand,
+    dim: int,
+    index: Tensor,
+    source: Operand,
+    *,
+    alpha: Operand = 1,
 ) -> Tensor:
     """Returns x with whole slices of ``source`` added at indices along a dim."""
-    source = value(multiply(f, source, alpha))
-    return modulo(value(x).index_add(dim, index, source))
+    source = residue_of(multiply(f, source, alpha))
+    return modulo(residue_of(x).index_add(dim, index, source))
 
 
 @rule("index_put", "_unsafe_index_put", "_index_put_impl")
 def index_put(
-    f: Field, x: Any, indices: Any, values: Any, accumulate: bool = False,
+    f: Field,
+    x: Operand,
+    indices: Sequence[Tensor | None],
+    values: Operand,
+    accumulate: bool = False,
     unsafe: bool = False,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """Returns x with values written, or added, at indices of several dims."""
-    put = torch.ops.aten.index_put  # a tensor's own one knows no None among indices
+    # ``Tensor.index_put`` does not take None among the indices; the operator does.
+    put = torch.ops.aten.index_put
     if not accumulate:
-        return put(number(x), indices, number(values))
-    return modulo(put(value(x), indices, value(values), True))
+        return put(lift_operand(x), indices, lift_operand(values))
+    return modulo(put(residue_of(x), indices, residue_of(values), True))
 
 
 @rule("scatter_reduce.two")
 def scatter_reduce(
-    f: Field, x: Any, dim: int, index: Tensor, source: Any, reduce: str, *,
+    f: Field, x: Operand, dim: int, index: Tensor, source: Operand, reduce: str, *,
     include_self: bool = True,
 ) -> Tensor:  # fmt: skip
     """Returns x with ``source`` added at indices; products and maxima have no rule."""
     if reduce != "sum":
         raise NotImplementedError(f"scatter_reduce by {reduce!r} has no exact rule")
-    made = value(x).scatter_reduce(
-        dim, index, value(source), "sum", include_self=include_self
+    made = residue_of(x).scatter_reduce(
+        dim, index, residue_of(source), "sum", include_self=include_self
     )
     return modulo(made)
 
 
 @rule("scatter.reduce", "scatter.value_reduce")
 def scatter_by(
-    f: Field, x: Any, dim: int, index: Tensor, source: Any, *, reduce: str
+    f: Field, x: Operand, dim: int, index: Tensor, source: Operand, *, reduce: str
 ) -> Tensor:
     """Returns x with ``source``, or one number, added at indices."""
     if reduce != "add":
         raise NotImplementedError(f"scatter by {reduce!r} has no exact rule")
-    x, source = value(x), value(source)
+    x, source = residue_of(x), residue_of(source)
     return modulo(x.scatter_add(dim, index, source.expand(index.shape)))
 
 
 @rule("nonzero")
-def nonzero(f: Field, x: Any) -> Tensor:
+def nonzero(f: Field, x: Tensor) -> Tensor:
     """Returns where numbers are not 0."""
-    return torch.nonzero(value(x))
+    return torch.nonzero(residue_of(x))

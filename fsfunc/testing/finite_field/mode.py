@@ -1,22 +1,22 @@
-"""The mode in which operators compute in the field.
+"""The dispatch mode in which torch's operators compute in the field.
 
-It lies below autograd and torch.func: so derivatives, vmap, hooks and transforms run as
-ever, and what arrives here is the arithmetic that they ask for. Each operator has one
-of these, found once by its name:
+It lies below autograd and torch.func. So derivatives, vmap, hooks and transforms run as
+ever, and the arithmetic that they ask for arrives here. ``_handler`` finds, once for
+each operator, how it is computed:
 
-    a rule              of rules.py and the files beside it
-    a move              views, copies, gathers: as it is
-    its counterpart     of what writes in place or into ``out=``
-    torch's own decomposition into operators that have rules
-    none                it is refused, by name; nothing is guessed
+    a rule             of rules.py and the files beside it
+    a move             views, copies, gathers: torch's operator, unchanged
+    a counterpart      for an operator that writes in place or into ``out=``
+    a decomposition    torch's own, into operators that have rules
+    none               it is refused by name; nothing is guessed
 
-Tensors without floating values (indices, masks) are computed as ever.
+Operators on tensors without floats (indices, masks) are computed as ever.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -29,36 +29,44 @@ from fsfunc.testing.finite_field import field as numbers
 from fsfunc.testing.finite_field import linear_algebra as _linear_algebra  # noqa: F401
 from fsfunc.testing.finite_field import matrices as _matrices  # noqa: F401
 from fsfunc.testing.finite_field import resampling as _resampling  # noqa: F401
-from fsfunc.testing.finite_field.field import Field, NoResidue, lifted
+from fsfunc.testing.finite_field.field import Field, NoResidue, lift
 from fsfunc.testing.finite_field.indexing import FACTORIES, FILLS, MOVES, SUMS
-from fsfunc.testing.finite_field.optimizer_kernels import each, fused
-from fsfunc.testing.finite_field.rules import RULES, value
+from fsfunc.testing.finite_field.optimizer_kernels import kernel_equation, run_foreach
+from fsfunc.testing.finite_field.rules import RULES, Overload, Rule, residue_of
 
 _NARROW = (torch.float16, torch.bfloat16, torch.float32)
 
 
+Handler = Callable[[Overload, tuple[Any, ...], dict[str, Any]], Any]
+
+
 class NoExactRule(NotImplementedError):
-    """An operator that an exact run does not know."""
+    """Raised for an operator that an exact run has no rule for."""
 
 
 class Exact(_torch.UnheardMode):
     """Computes in a field. It may be entered in several threads, one after the other.
 
     Args:
-        field: the random choices of a draw.
-
+        field: the field, with the random choices of a draw.
     """
 
-    enters_ranks = True  # simulated ranks enter it too: it acts alike in each thread
+    enters_ranks = True  # in the thread of each simulated rank too
     rounds = False
 
     def __init__(self, field: Field):
         super().__init__()
         self.field = field
-        self.handlers: dict[Any, Callable[..., Any]] = {}
-        self.decomposed: set[Any] = set()  # operators whose decompositions run
+        self.handlers: dict[Overload, Handler] = {}
+        self.decomposed: set[Overload] = set()  # operators whose decompositions run
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+    def __torch_dispatch__(
+        self,
+        func: Overload,
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
         kwargs = kwargs or {}
         _refuse_codes(func, args, kwargs)
         if types or _torch.fake_active() or _is_meta(args):
@@ -70,56 +78,66 @@ class Exact(_torch.UnheardMode):
             return handler(func, args, kwargs)
         except NoExactRule:
             raise
-        except (NoResidue, NotImplementedError) as error:  # by a rule: of what, where
+        except (
+            NoResidue,
+            NotImplementedError,
+        ) as error:  # a rule's: adds the operator and the place
             raise self._refusal(func, str(error)) from error
 
-    def _handler(self, func: Any) -> Callable[..., Any]:
-        """Returns what computes an operator; the order is that of precedence."""
-        key = _key(func)
+    def _handler(self, func: Overload) -> Handler:
+        """Returns the handler of an operator: the first that fits, in this order."""
+        key = _rule_key(func)
         name = key.partition(".")[0]
         if func.namespace == "c10d":
-            return self._send
+            return self._send_message
         if key == "_to_copy" or key == "prims.convert_element_type":
             return self._convert
         if key in RULES:
-            return _Computed(self, RULES[key])
+            return _RuleHandler(self, RULES[key])
         if name.startswith("_foreach_"):
-            return self._each
-        if fused(name) is not None:
-            return self._fused
+            return self._run_foreach
+        if kernel_equation(name) is not None:
+            return self._run_fused
         if name in FACTORIES:
-            return self._make
+            return self._make_tensor
         if name == "copy_":
             return self._copy
         if key in MOVES or name in MOVES or _torch.gives_views(func):
             return self._move
         if name in FILLS and "reduce" not in key:
-            return self._fill
+            return self._fill_scalars
         if name in SUMS:
-            return self._sum
+            return self._sum_at_indices
         if formulas.is_seeded(func):
-            return self._draw
+            return self._draw_numbers
         if (counterpart := formulas.functional(func)) is not None:
-            return _Written(self, *counterpart)
+            return _InPlaceHandler(self, *counterpart)
         return self._decompose
 
-    # Handlers: (the operator, its arguments) to its result.
+    # Handlers: they take an operator and its arguments, and return its result.
 
-    def _move(self, func: Any, args: Any, kwargs: Any) -> Any:
+    def _move(
+        self, func: Overload, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
         if func._schema.is_mutable:
             _refuse_narrow(func, args)
         return func(*args, **kwargs)
 
-    def _copy(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """A copy from floats into integers is a cast."""
-        into, source = args[0], args[1]
+    def _copy(
+        self, func: Overload, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Copies; from floats into integers that is a cast."""
+        target, source = args[0], args[1]
         _refuse_narrow(func, args)
-        if source.is_floating_point() and not into.is_floating_point():
-            source = self._convert(formulas.TO_COPY, (source,), {"dtype": into.dtype})
-        return func(into, source, *args[2:], **kwargs)
+        if source.is_floating_point() and not target.is_floating_point():
+            source = self._convert(formulas.TO_COPY, (source,), {"dtype": target.dtype})
+        return func(target, source, *args[2:], **kwargs)
 
-    def _send(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Messages between processes move numbers; a backend's own sums are floats'."""
+    def _send_message(
+        self, func: Overload, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Sends a message between processes; refuses sums, which a backend adds as "
+        "floats."""
         if "reduce" in func._schema.name and _has_floats(args, kwargs):
             raise self._refusal(
                 func, "a backend of torch's adds floats: run it on simulated ranks, or "
@@ -127,22 +145,29 @@ class Exact(_torch.UnheardMode):
             )  # fmt: skip
         return func(*args, **kwargs)
 
-    def _fill(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """What writes scalars into floats writes their numbers."""
+    def _fill_scalars(
+        self, func: Overload, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Writes the numbers of scalars, where the operator writes scalars into "
+        "floats."""
         if func._schema.is_mutable:
             _refuse_narrow(func, args)
         tensors = [x for x in args if isinstance(x, Tensor)]
-        if any(x.is_floating_point() for x in tensors) or func in _CHOICES:
-            args = [_filling(x) for x in args]
-            kwargs = {k: _filling(x) for k, x in kwargs.items()}
+        if any(x.is_floating_point() for x in tensors) or func in _WHERE_OVERLOADS:
+            args = [_number_to_write(x) for x in args]  # type: ignore[assignment]
+            kwargs = {k: _number_to_write(x) for k, x in kwargs.items()}
         return func(*args, **kwargs)
 
-    def _sum(self, func: Any, args: Any, kwargs: Any) -> Any:
-        of = lambda x: value(x) if _has_floats([x], {}) else x  # noqa: E731
-        return numbers.modulo(func(*map(of, args), **kwargs))
+    def _sum_at_indices(
+        self, func: Overload, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        to_residue = lambda x: residue_of(x) if _has_floats([x], {}) else x  # noqa: E731
+        return numbers.modulo(func(*map(to_residue, args), **kwargs))
 
-    def _make(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """A new tensor holds numbers, in float64; unwritten memory holds zeros."""
+    def _make_tensor(
+        self, func: Overload, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Makes a tensor of numbers, in float64, with zeros in unwritten memory."""
         if kwargs.get("dtype") in _NARROW:
             kwargs = {**kwargs, "dtype": torch.float64}
         result = func(*args, **kwargs)
@@ -156,8 +181,10 @@ class Exact(_torch.UnheardMode):
             return result.to(torch.float64)
         return numbers.constants(result)
 
-    def _convert(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Casts among floats are the identity: they prove algebra, not rounding."""
+    def _convert(
+        self, func: Overload, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Casts. Among floats it is the identity: exact runs are about algebra."""
         x, dtype = args[0], kwargs.get("dtype", args[1] if len(args) > 1 else None)
         args = args[:1]
         if x.is_complex() or dtype is not None and dtype.is_complex:
@@ -165,28 +192,36 @@ class Exact(_torch.UnheardMode):
         if dtype is None or dtype.is_floating_point:
             if dtype is None and not x.is_floating_point():
                 return func(*args, **kwargs)
-            kept = {k: v for k, v in kwargs.items() if k != "dtype"}
-            return formulas.TO_COPY(lifted(x), dtype=torch.float64, **kept)
+            options = {k: v for k, v in kwargs.items() if k != "dtype"}
+            return formulas.TO_COPY(lift(x), dtype=torch.float64, **options)
         if x.is_floating_point():
-            x = value(x)
-            if dtype != torch.bool:  # a number is the whole one that it stands for
-                x = numbers.fractions(x, math.trunc, x)
-            x = numbers.balanced(x)
+            x = residue_of(x)
+            if (
+                dtype != torch.bool
+            ):  # a residue stands for a fraction, which is truncated
+                x = numbers.map_fractions(x, math.trunc, x)
+            x = numbers.to_signed(x)
         return formulas.TO_COPY(x, **{**kwargs, "dtype": dtype})
 
-    def _each(self, func: Any, args: Any, kwargs: Any) -> Any:
+    def _run_foreach(
+        self, func: Overload, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
         if not _has_floats(args, kwargs):
             return func(*args, **kwargs)
         with self:
-            return each(func, args, kwargs)
+            return run_foreach(func, args, kwargs)
 
-    def _fused(self, func: Any, args: Any, kwargs: Any) -> Any:
-        equation = fused(_key(func).partition(".")[0])
+    def _run_fused(
+        self, func: Overload, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        equation = kernel_equation(_rule_key(func).partition(".")[0])
         assert equation is not None, "the handler of a kernel that has an equation"
         with self:
             return equation(*args, **kwargs)
 
-    def _draw(self, func: Any, args: Any, kwargs: Any) -> Any:
+    def _draw_numbers(
+        self, func: Overload, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
         if not _has_floats(args, kwargs):
             result = func(*args, **kwargs)
             if not _has_floats((result,), {}):
@@ -196,13 +231,17 @@ class Exact(_torch.UnheardMode):
             "dropout takes p=0.0",
         )  # fmt: skip
 
-    def _decompose(self, func: Any, args: Any, kwargs: Any) -> Any:
+    def _decompose(
+        self, func: Overload, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
         if not _has_floats(args, kwargs):
             result = func(*args, **kwargs)
             if not _has_floats((result,), {}):
                 return result
         decomposition = formulas.decomposition(func)
-        if decomposition is None or func in self.decomposed:  # it is made of itself
+        if (
+            decomposition is None or func in self.decomposed
+        ):  # a decomposition that calls itself
             raise self._refusal(func, "no rule says what it is in a field")
         self.decomposed.add(func)
         try:
@@ -214,81 +253,95 @@ class Exact(_torch.UnheardMode):
             raise self._refusal(func, "no rule says what it is in a field")
         return result
 
-    def _refusal(self, func: Any, reason: str) -> NoExactRule:
-        return NoExactRule(f"{_called(func)} in an exact run{_where()}: {reason}")
+    def _refusal(self, func: Overload, reason: str) -> NoExactRule:
+        return NoExactRule(
+            f"{_operator_name(func)} in an exact run{_describe_location()}: {reason}"
+        )
 
 
-def _filling(x: Any) -> Any:
-    """Returns the number that is written for a scalar; NaN may never be chosen."""
+def _number_to_write(x: Any) -> Any:
+    """Returns the number to write for a scalar."""
+    # NaN stays: ``where`` may never choose it.
     return numbers.constant(x) if isinstance(x, float) and x == x else x
 
 
-def _without_data(func: Any, args: Any, kwargs: Any) -> Any:
-    """Runs an operator on fake or meta tensors: of the dtypes that an exact run has."""
+def _without_data(func: Overload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Runs an operator on fake or meta tensors, with the dtypes of an exact run."""
     if kwargs.get("dtype") in _NARROW:
         kwargs = {**kwargs, "dtype": torch.float64}
     result = func(*args, **kwargs)
     takes_dtype = any(a.name == "dtype" for a in func._schema.arguments)
     if takes_dtype and isinstance(result, Tensor) and result.dtype in _NARROW:
-        if _key(func).partition(".")[0] in FACTORIES:
+        if _rule_key(func).partition(".")[0] in FACTORIES:
             return func(*args, **{**kwargs, "dtype": torch.float64})
     return result
 
 
-class _Computed:
-    """What a rule computes, where there are floats."""
+class _RuleHandler:
+    """The handler of an operator with a rule, which is used if there are floats."""
 
-    def __init__(self, mode: Exact, rule: Callable[..., Any]):
+    def __init__(self, mode: Exact, rule: Rule):
         self.mode, self.rule = mode, rule
 
-    def __call__(self, func: Any, args: Any, kwargs: Any) -> Any:
+    def __call__(
+        self, func: Overload, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
         if not _has_floats(args, kwargs):
             result = func(*args, **kwargs)
             if not _has_floats((result,), {}):
-                return result  # of integers alone
+                return result  # integers alone
         return self.rule(self.mode.field, *args, **kwargs)
 
 
-class _Written:
-    """What writes in place, or into ``out=``: computes the result, and copies it."""
+class _InPlaceHandler:
+    """The handler of an operator that writes in place, or into ``out=``.
 
-    def __init__(self, mode: Exact, counterpart: Any, written: tuple[str, ...]):
+    It computes the functional counterpart's result, and copies it.
+    """
+
+    def __init__(
+        self, mode: Exact, counterpart: Callable[..., Any], written: tuple[str, ...]
+    ):
         self.mode, self.counterpart, self.written = mode, counterpart, written
 
-    def __call__(self, func: Any, args: Any, kwargs: Any) -> Any:
+    def __call__(
+        self, func: Overload, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
         if not _has_floats(args, kwargs):
             return func(*args, **kwargs)
-        named = _torch.arguments_of(func, args, kwargs)
-        into = [named[name] for name in self.written]
+        arguments = _torch.arguments_of(func, args, kwargs)
+        targets = [arguments[name] for name in self.written]
         if func._schema.arguments[-1].is_out:
             for name in self.written:
-                del named[name]
+                del arguments[name]
         with self.mode:
-            results = self.counterpart(**named)
+            results = self.counterpart(**arguments)
         results = results if isinstance(results, tuple | list) else (results,)
-        for x, result in zip(into, results, strict=True):
+        for x, result in zip(targets, results, strict=True):
             _refuse_narrow(func, [x])
             if x.shape != result.shape and func._schema.arguments[-1].is_out:
                 x.resize_(result.shape)
             x.copy_(result)
-        return into[0] if len(into) == 1 else tuple(into)
+        return targets[0] if len(targets) == 1 else tuple(targets)
 
 
-_CHOICES = [getattr(torch.ops.aten.where, x) for x in torch.ops.aten.where.overloads()]
+_WHERE_OVERLOADS = [
+    getattr(torch.ops.aten.where, x) for x in torch.ops.aten.where.overloads()
+]
 
 
-def _key(func: Any) -> str:
+def _rule_key(func: Overload) -> str:
     """Returns an operator's name in the table of rules."""
     name = func._schema.name.replace("::", ".").removeprefix("aten.")
     overload = func._overloadname
     return name if overload == "default" else f"{name}.{overload}"
 
 
-def _called(func: Any) -> str:
+def _operator_name(func: Overload) -> str:
     return f"torch.ops.{func._schema.name.replace('::', '.')}"
 
 
-def _floats(values: Any) -> Iterator[Any]:
+def _floats(values: Iterable[Any]) -> Iterator[Any]:
     for x in values:
         if isinstance(x, Tensor):
             if x.is_floating_point() or x.is_complex():
@@ -299,7 +352,7 @@ def _floats(values: Any) -> Iterator[Any]:
             yield x
 
 
-def _is_meta(args: Any) -> bool:
+def _is_meta(args: Sequence[Any]) -> bool:
     for x in args:
         if isinstance(x, list | tuple) and x:
             x = x[0]
@@ -308,46 +361,50 @@ def _is_meta(args: Any) -> bool:
     return False
 
 
-def _has_floats(args: Any, kwargs: Any) -> bool:
+def _has_floats(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     return next(_floats(args), None) is not None or bool(
         kwargs and next(_floats(kwargs.values()), None) is not None
     )
 
 
-_CODES = (torch.int8, torch.uint8)
-_BITS = (torch.int32, torch.int16, *_NARROW)
+_CODE_DTYPES = (torch.int8, torch.uint8)
+_BIT_DTYPES = (torch.int32, torch.int16, *_NARROW)
 
 
-def _refuse_codes(func: Any, args: Any, kwargs: Any) -> None:
-    """Raises where floats are cut to codes of 8 bits, or their bits are computed on."""
+def _refuse_codes(
+    func: Overload, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> None:
+    """Raises NoExactRule if floats become codes of 8 bits, or their bits are read."""
     name = func._schema.name
     if name not in ("aten::_to_copy", "aten::view") or not args[0].is_floating_point():
         return
-    if name == "aten::_to_copy" and kwargs.get("dtype") in _CODES:
-        what = "cuts floats to codes of 8 bits"
-    elif func._overloadname == "dtype" and args[1] in _BITS:
-        what = "reads the bits of floats"
+    if name == "aten::_to_copy" and kwargs.get("dtype") in _CODE_DTYPES:
+        reason = "cuts floats to codes of 8 bits"
+    elif func._overloadname == "dtype" and args[1] in _BIT_DTYPES:
+        reason = "reads the bits of floats"
     else:
         return
     raise NoExactRule(
-        f"{_called(func)} in an exact run{_where()} {what}, which no number of a "
-        "field has: leave quantised messages, moments in 8 bits and stochastic "
-        "rounding out"
+        f"{_operator_name(func)} in an exact run{_describe_location()} {reason}, which "
+        "no number of a field has: leave quantised messages, moments in 8 bits and "
+        "stochastic rounding out"
     )
 
 
-def _where() -> str:
-    """Returns the user's line (in a backward, of the gradient call) and the unit."""
+def _describe_location() -> str:
+    """Returns the user's line (in a backward, that of the gradient call) and the "
+    "unit."""
     unit, phase = current_label()[:2]
     return f" at {source_line()}" + (f", in unit {unit!r} ({phase})" if unit else "")
 
 
-def _refuse_narrow(func: Any, args: Any) -> None:
-    """Raises where numbers would be written into a tensor that rounds them."""
-    into = args[0]
-    if isinstance(into, Tensor) and into.dtype in _NARROW:
+def _refuse_narrow(func: Overload, args: Sequence[Any]) -> None:
+    """Raises NoExactRule if a write would round numbers: into less than float64."""
+    target = args[0]
+    if isinstance(target, Tensor) and target.dtype in _NARROW:
         raise NoExactRule(
-            f"{_called(func)} in an exact run{_where()} writes into {into.dtype} of "
-            f"shape {tuple(into.shape)}, made outside of it: numbers need float64. "
-            "Make it inside, or give it to the step as part of its state"
+            f"{_operator_name(func)} in an exact run{_describe_location()} writes into "
+            f"{target.dtype} of shape {tuple(target.shape)}, made outside of it: "
+            "numbers need float64. Make it inside, or give it to the step as part of "
+            "its state"
         )

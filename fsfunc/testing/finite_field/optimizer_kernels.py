@@ -13,11 +13,12 @@ import torch
 from torch import Tensor
 
 from fsfunc.testing.finite_field.field import PRIME
+from fsfunc.testing.finite_field.rules import Overload
 
 aten = torch.ops.aten
 
-# What an operator on each tensor is called, where it is not by the list's own name.
-_EACH: dict[str, Any] = {
+# The operator on each tensor, where its name is not that of the operator on lists.
+_FOREACH: dict[str, Callable[..., Any]] = {
     "norm": lambda x, ord=2, dtype=None: aten.linalg_vector_norm(x, ord),
     "max": aten.amax,
     "maximum": lambda a, b: (
@@ -31,33 +32,35 @@ _EACH: dict[str, Any] = {
 }
 
 
-def each(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def run_foreach(func: Overload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Runs a ``_foreach_`` operator as one operator on each tensor."""
     name = func._schema.name.removeprefix("aten::_foreach_")
     in_place = name.endswith("_")
     name = name.removesuffix("_")
     if name == "copy":
-        for into, source in zip(*args[:2], strict=True):
-            into.copy_(source)
+        for target, source in zip(*args[:2], strict=True):
+            target.copy_(source)
         return None
-    run: Callable[..., Any] = _EACH.get(name) or getattr(aten, name)
+    run: Callable[..., Any] = _FOREACH.get(name) or getattr(aten, name)
     lists = [x for x in args if isinstance(x, list | tuple)]
     results = []
     for i in range(len(lists[0])):
-        mine = [_element(x, i, len(lists[0])) for x in args]
-        named = {k: _element(x, i, len(lists[0])) for k, x in kwargs.items()}
-        if name in ("addcmul", "addcdiv") and len(mine) == 4:
-            named["value"] = mine.pop()
-        results.append(_added(run, mine, named))
+        tensor_args = [_argument_of(x, i, len(lists[0])) for x in args]
+        tensor_kwargs = {
+            k: _argument_of(x, i, len(lists[0])) for k, x in kwargs.items()
+        }
+        if name in ("addcmul", "addcdiv") and len(tensor_args) == 4:
+            tensor_kwargs["value"] = tensor_args.pop()
+        results.append(_run_one(run, tensor_args, tensor_kwargs))
     if not in_place:
         return results
-    for into, result in zip(lists[0], results, strict=True):
-        into.copy_(result)
+    for target, result in zip(lists[0], results, strict=True):
+        target.copy_(result)
     return None
 
 
-def _element(x: Any, i: int, count: int) -> Any:
-    """Returns what is given to the tensor i: its own of a list, or what all are."""
+def _argument_of(x: Any, i: int, count: int) -> Any:
+    """Returns the argument for tensor ``i``: its element of a list, or a shared one."""
     if isinstance(x, list | tuple):
         return x[i]
     if isinstance(x, Tensor) and x.dim() == 1 and len(x) == count and count:
@@ -65,33 +68,36 @@ def _element(x: Any, i: int, count: int) -> Any:
     return x
 
 
-def _added(run: Any, args: list[Any], named: dict[str, Any]) -> Any:
+def _run_one(run: Callable[..., Any], args: list[Any], named: dict[str, Any]) -> Any:
     value = named.get("value")
-    if isinstance(value, Tensor):  # of addcmul and addcdiv: no operator takes one
+    if isinstance(value, Tensor):  # of addcmul and addcdiv, which take no tensor here
         product = aten.mul if run is aten.addcmul else aten.div
         return args[0] + product(args[1], args[2]) * named["value"]
     return run(*args, **named)
 
 
-def fused(name: str) -> Callable[..., Any] | None:
+def kernel_equation(name: str) -> Callable[..., Any] | None:
     """Returns the equation of a fused optimizer kernel, by its name."""
-    return _FUSED.get(name)
+    return _KERNEL_EQUATIONS.get(name)
 
 
-# A kernel's equation is computed once, on all its tensors laid end to end.
+# A kernel's equation is computed once, on all its tensors in one: exact runs are slow.
 
 
 def _flat(tensors: Sequence[Tensor]) -> Tensor:
+    """Joins tensors into one of one dim."""
     return torch.cat([x.reshape(-1) for x in tensors])
 
 
-def _write(into: Sequence[Tensor], new: Tensor, options: dict[str, Any]) -> None:
+def _write(targets: Sequence[Tensor], new: Tensor, options: dict[str, Any]) -> None:
     """Writes new values into tensors, unless the step is skipped."""
-    parts = new.split([x.numel() for x in into])
-    found = options.get("found_inf")
-    for x, part in zip(into, parts, strict=True):
-        part = part.view(x.shape)
-        x.copy_(part if found is None else torch.where(found == 0, part, x))
+    parts = new.split([target.numel() for target in targets])
+    found_inf = options.get("found_inf")
+    for target, part in zip(targets, parts, strict=True):
+        part = part.view(target.shape)
+        target.copy_(
+            part if found_inf is None else torch.where(found_inf == 0, part, target)
+        )
 
 
 def _gradient(
@@ -106,24 +112,34 @@ def _gradient(
     return g + p * options["weight_decay"] if decays and options["weight_decay"] else g
 
 
-def _counted(
+def _function_of_counts(
     counts: Sequence[Tensor], params: Sequence[Tensor], fn: Callable[[float], float]
 ) -> Tensor:
     """Returns a function of each tensor's count, for each of its elements.
 
-    It is computed in Python's numbers, as the same optimizers without a kernel do.
+    It is computed on Python's floats, as optimizers without a kernel do.
     """
-    # A count that was drawn is a large number: never a negative one, whose power is.
-    each = torch.tensor([fn(x.item() % PRIME) for x in counts], dtype=torch.float64)
+    # A count may be a random residue: as a number from 0 to PRIME - 1 its power is
+    # finite, as a negative one it would not be.
+    by_tensor = torch.tensor(
+        [fn(x.item() % PRIME) for x in counts], dtype=torch.float64
+    )
     sizes = torch.tensor([x.numel() for x in params])
-    return each.repeat_interleave(sizes)
+    return by_tensor.repeat_interleave(sizes)
 
 
-def _adam(decoupled: bool) -> Callable[..., Any]:
+def _adam(decoupled: bool) -> Callable[..., None]:
+    """Returns the equation of Adam, or with ``decoupled`` weight decay of AdamW."""
+
     def step(
-        params: Sequence[Tensor], grads: Any, means: Any, squares: Any, largest: Any,
-        counts: Any, **options: Any,
-    ) -> None:  # fmt: skip
+        params: Sequence[Tensor],
+        grads: Sequence[Tensor],
+        means: Sequence[Tensor],
+        squares: Sequence[Tensor],
+        largest: Sequence[Tensor],
+        counts: Sequence[Tensor],
+        **options: Any,
+    ) -> None:
         lr, b1, b2 = options["lr"], options["beta1"], options["beta2"]
         p, decay = _flat(params), options["weight_decay"]
         g = _gradient(grads, p, options, not decoupled)
@@ -131,13 +147,17 @@ def _adam(decoupled: bool) -> Callable[..., Any]:
         mean, square = _flat(means), _flat(squares)
         mean = mean + (g - mean) * (1 - b1)
         square = square * b2 + g * g * (1 - b2)
-        first = _counted(counts, params, lambda t: 1 - b1**t)
-        root = _counted(counts, params, lambda t: (1 - b2**t) ** 0.5)
-        of = square
+        bias_correction = _function_of_counts(counts, params, lambda t: 1 - b1**t)
+        root_correction = _function_of_counts(
+            counts, params, lambda t: (1 - b2**t) ** 0.5
+        )
+        second_moment = square
         if options["amsgrad"]:
-            of = torch.maximum(_flat(largest), square)
-            _write(largest, of, options)
-        scale = (of.sqrt() / root + options["eps"]) * first
+            second_moment = torch.maximum(_flat(largest), square)
+            _write(largest, second_moment, options)
+        scale = (
+            second_moment.sqrt() / root_correction + options["eps"]
+        ) * bias_correction
         _write(params, q - lr * mean / scale, options)
         _write(means, mean, options)
         _write(squares, square, options)
@@ -145,7 +165,12 @@ def _adam(decoupled: bool) -> Callable[..., Any]:
     return step
 
 
-def _sgd(params: Sequence[Tensor], grads: Any, buffers: Any, **options: Any) -> None:
+def _sgd(
+    params: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    buffers: Sequence[Tensor],
+    **options: Any,
+) -> None:
     momentum, p = options["momentum"], _flat(params)
     g = _gradient(grads, p, options)
     if momentum:
@@ -158,18 +183,24 @@ def _sgd(params: Sequence[Tensor], grads: Any, buffers: Any, **options: Any) -> 
 
 
 def _adagrad(
-    params: Sequence[Tensor], grads: Any, sums: Any, counts: Any, **options: Any
+    params: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    sums: Sequence[Tensor],
+    counts: Sequence[Tensor],
+    **options: Any,
 ) -> None:
     p = _flat(params)
     g = _gradient(grads, p, options)
     total = _flat(sums) + g * g
-    slower = _counted(counts, params, lambda t: 1 + (t - 1) * options["lr_decay"])
-    rate = options["lr"] / slower
+    slowdown = _function_of_counts(
+        counts, params, lambda t: 1 + (t - 1) * options["lr_decay"]
+    )
+    rate = options["lr"] / slowdown
     _write(params, p - rate * g / (total.sqrt() + options["eps"]), options)
     _write(sums, total, options)
 
 
-_FUSED: dict[str, Callable[..., Any]] = {
+_KERNEL_EQUATIONS: dict[str, Callable[..., Any]] = {
     "_fused_adam_": _adam(False),
     "_fused_adamw_": _adam(True),
     "_fused_sgd_": _sgd,

@@ -1,11 +1,12 @@
-"""A context in which steps are computed exactly, and what they begin from."""
+"""``exact``: a context in which steps are computed exactly; ``residues``: their "
+"data."""
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -16,13 +17,15 @@ from fsfunc.sharded.leaf import is_sharded
 from fsfunc.testing.finite_field.field import (
     PRIME,
     Field,
-    fraction,
     inverse,
     product,
-    residue,
     salt,
+    small_fraction,
+    strip_companions,
 )
 from fsfunc.testing.finite_field.mode import Exact
+
+TreeT = TypeVar("TreeT")
 
 
 @contextmanager
@@ -40,7 +43,7 @@ def exact(seed: int = 0) -> Iterator[Field]:
     enters it by itself, with the same seed.
 
     Args:
-        seed: of the random choices.
+        seed: the seed of the random choices.
 
     Raises:
         RuntimeError: inside of another exact run.
@@ -56,32 +59,33 @@ def exact(seed: int = 0) -> Iterator[Field]:
     ...     print(torch.equal(mean, other), torch.equal(mean, other * (1 + 1e-12)))
     True False
     """
-    if is_exact():  # one would compute, modulo the prime, with the other's bits
+    # The inner run would take the outer's numbers, companions and all, for floats.
+    if is_exact():
         raise RuntimeError("an exact run inside of an exact run: leave one of them")
     mode = Exact(Field(seed))
     with warnings.catch_warnings(), plainly(), mode:
-        # torch 2.12 warns that nothing was compiled, as it was told.
+        # torch 2.12 warns that nothing was compiled; ``plainly`` asked for that.
         warnings.filterwarnings("ignore", ".*found no compiled frames")
         yield mode.field
 
 
 def is_exact() -> bool:
-    """True inside of :func:`exact`."""
+    """Returns whether an exact run is active: inside of :func:`exact`."""
     return any(isinstance(mode, Exact) for mode in _torch.modes_of_ranks())
 
 
-def residues(values: Any, seed: int = 0) -> Any:
+def residues(values: TreeT, seed: int = 0) -> TreeT:
     """Returns a tree in which each floating tensor has random residues, in float64.
 
-    They depend on the seed and on a leaf's path. A tensor that a tree has twice stays
-    one. Integers, and leaves that are no tensors, stay as they are.
+    They depend on the seed and on a leaf's path. A tensor that is in a tree twice stays
+    one tensor. Integers, and leaves that are no tensors, stay as they are.
 
     Raises:
         TypeError: complex tensors, and leaves that are sharded already.
     """
     paths, leaves, structure = tree.flatten_with_paths(values, is_leaf=is_sharded)
-    made: dict[int, Tensor] = {}
-    drawn = []
+    drawn_tensors: dict[int, Tensor] = {}
+    new_leaves = []
     for path, x in zip(paths, leaves, strict=True):
         if is_sharded(x) or isinstance(x, Tensor) and x.is_complex():
             kind = "sharded" if is_sharded(x) else "complex"
@@ -90,34 +94,35 @@ def residues(values: Any, seed: int = 0) -> Any:
                 "of real numbers"
             )
         if isinstance(x, Tensor) and x.is_floating_point():
-            if id(x) not in made:
-                made[id(x)] = _drawn(x, salt(path, seed))
-            x = made[id(x)]
-        drawn.append(x)
-    return tree.unflatten(structure, drawn)
+            if id(x) not in drawn_tensors:
+                drawn_tensors[id(x)] = _draw_residues(x, salt(path, seed))
+            x = drawn_tensors[id(x)]
+        new_leaves.append(x)
+    return tree.unflatten(structure, new_leaves)
 
 
-def _drawn(x: Tensor, seed: int) -> Tensor:
-    draw = torch.Generator().manual_seed(seed)
+def _draw_residues(x: Tensor, seed: int) -> Tensor:
+    """Draws residues with the shape and device of ``x``."""
+    generator = torch.Generator().manual_seed(seed)
     with _torch.beneath_all_modes():
-        numbers = torch.randint(0, PRIME, x.shape, generator=draw, device="cpu")
-        made = numbers.to(torch.float64).to(x.device)
-    return made.requires_grad_(x.requires_grad and x.is_leaf)
+        numbers = torch.randint(0, PRIME, x.shape, generator=generator, device="cpu")
+        x_residues = numbers.to(torch.float64).to(x.device)
+    return x_residues.requires_grad_(x.requires_grad and x.is_leaf)
 
 
 def values(x: Tensor) -> Tensor:
-    """Returns the residues of what an exact run made, to look at outside of it."""
+    """Returns the residues of a tensor of an exact run, to be read outside of it."""
     with _torch.beneath_all_modes():
-        return residue(x.detach())
+        return strip_companions(x.detach())
 
 
 def exact_ratio(a: Tensor, b: Tensor) -> float | None:
     """Returns the small fraction k, neither 0 nor 1, where a = k b in an exact run."""
     a, b = values(a).flatten(), values(b).flatten()
     with _torch.beneath_all_modes():
-        at = int(b.argmax())
-        k = product(a[at], inverse(b[at]))
-        found = fraction(int(k))
-        if found is None or found in (0, 1) or not torch.equal(product(b, k), a):
+        index = int(b.argmax())
+        k = product(a[index], inverse(b[index]))
+        ratio = small_fraction(int(k))
+        if ratio is None or ratio in (0, 1) or not torch.equal(product(b, k), a):
             return None
-    return float(found)
+    return float(ratio)

@@ -1,7 +1,7 @@
-"""Files of recordings: one a rank and call, sealed, which appears whole or not at all.
+"""Files of recordings: one for each rank and call, with checksums, written atomically.
 
 ``rank-00003-call-00000057.safetensors`` has the tensors, and in its header all else,
-with checksums of both, as a consolidated checkpoint has them.
+with checksums of both, in the format of a consolidated checkpoint's files.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _NAME = re.compile(r"rank-(\d{5,})-call-(\d{8,})\.safetensors")
 
 
 class CallFile(NamedTuple):
-    """A complete recording of one call of a rank."""
+    """The file of a complete recording of one call of a rank."""
 
     call: int
     rank: int
@@ -48,48 +48,64 @@ class CallFile(NamedTuple):
 
 
 def path_of(folder: Path, rank: int, call: int) -> Path:
-    """Returns the file of one call of a rank, by names that sort in order of calls."""
+    """Returns the file of one call of a rank; names sort in the order of calls."""
     return folder / f"rank-{rank:05}-call-{call:08}.safetensors"
 
 
 def recorded_calls(folder: Path, rank: int | None = None) -> list[CallFile]:
     """Lists the complete recordings in a folder (of a rank), the oldest first."""
     names = [_NAME.fullmatch(path.name) for path in list_folder(folder)]
-    found = [
+    files = [
         CallFile(int(name[2]), int(name[1]), folder / name[0]) for name in names if name
     ]
-    return sorted(one for one in found if rank in (None, one.rank))
+    return sorted(file for file in files if rank in (None, file.rank))
 
 
-def write_call(path: Path, said: Mapping[str, Any], tensors: Mapping[str, Tensor]):
-    """Writes a recording, which has its name once all of it is on the disk.
+def write_call(
+    path: Path, fields: Mapping[str, Any], tensors: Mapping[str, Tensor]
+) -> None:
+    """Writes a recording; it gets its name once all of it is on the disk.
+
+    Args:
+        fields: what the header has beside the tensors' names, as JSON.
 
     Raises:
-        OSError: the disk is full, or the like; then nothing is left of it.
+        OSError: the disk is full, or the like; then no file is left behind.
     """
-    kinds = {n: [str(x.dtype)[6:], list(x.shape)] for n, x in tensors.items()}
-    safe = {n: x if x.dtype in SAFE_DTYPES else _bytes(x) for n, x in tensors.items()}
+    dtypes_and_shapes = {
+        name: [str(x.dtype)[6:], list(x.shape)] for name, x in tensors.items()
+    }
+    storable = {
+        name: x if x.dtype in SAFE_DTYPES else _as_bytes(x)
+        for name, x in tensors.items()
+    }
     # Wide elements first, so that all are aligned.
-    order = sorted(safe.items(), key=lambda item: -item[1].dtype.itemsize)
-    held = [Entry(n, x.dtype, tuple(x.shape), lambda x=x: x) for n, x in order]
-    ours = {"recording": VERSION, "kinds": kinds, **said}
-    head = make_header(held, seal(ours, sum(e.nbytes for e in held)))
-    part = begin_saving(path, unique_name())
+    widest_first = sorted(storable.items(), key=lambda item: -item[1].dtype.itemsize)
+    stored_entries = [
+        Entry(name, x.dtype, tuple(x.shape), lambda x=x: x) for name, x in widest_first
+    ]
+    header = {"recording": VERSION, "kinds": dtypes_and_shapes, **fields}
+    head = make_header(
+        stored_entries, seal(header, sum(entry.nbytes for entry in stored_entries))
+    )
+    temporary = begin_saving(path, unique_name())
     try:
-        write_file(part, head, held, lambda sums: fill_checksums(head, sums))
-        publish(part, path)
+        write_file(
+            temporary, head, stored_entries, lambda sums: fill_checksums(head, sums)
+        )
+        publish(temporary, path)
     except BaseException:
-        discard(part)
+        discard(temporary)
         raise
 
 
-def _bytes(x: Tensor) -> Tensor:
-    """The bytes of a tensor of which safetensors has no dtype."""
+def _as_bytes(x: Tensor) -> Tensor:
+    """Returns the bytes of a tensor whose dtype safetensors does not have."""
     return x.reshape(-1).view(torch.uint8)
 
 
 def read_call(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Reads what a recording says, and its tensors.
+    """Reads the header's fields and the tensors of a recording.
 
     Raises:
         CheckpointError: it is damaged, or no recording that this library can read.
@@ -106,13 +122,13 @@ def read_call(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     }
     stored = Stored(path.parent, leaves, files={path.name: head.file}, version=1)
     check_files(stored, stored.files)
-    found, wanted = {}, []
+    tensors, reads = {}, []
     for name, leaf in leaves.items():
-        x = found[name] = torch.empty(leaf.shape, dtype=leaf.dtype, device="cpu")
-        wanted += requests(leaf, Box((0,) * x.ndim, leaf.shape, 0), x)
-    read(stored, wanted)
+        target = tensors[name] = torch.empty(leaf.shape, dtype=leaf.dtype, device="cpu")
+        reads += requests(leaf, Box((0,) * target.ndim, leaf.shape, 0), target)
+    read(stored, reads)
     for name, (dtype, shape) in head.sealed["kinds"].items():
-        x = found[name]
-        if str(x.dtype) != f"torch.{dtype}":
-            found[name] = x.view(getattr(torch, dtype)).view(shape)
-    return dict(head.sealed), found
+        target = tensors[name]
+        if str(target.dtype) != f"torch.{dtype}":
+            tensors[name] = target.view(getattr(torch, dtype)).view(shape)
+    return dict(head.sealed), tensors

@@ -1,4 +1,9 @@
-"""``replay``: one rank's call, run again without the others."""
+"""``replay``: runs one rank's recorded call again, without the other ranks.
+
+The arguments and generators are those of the recording. A ``ReplayLink`` stands in the
+place of the rank's link: it hands out the recorded messages in their order, and checks
+that the program asks for these.
+"""
 
 from __future__ import annotations
 
@@ -28,14 +33,14 @@ from fsfunc.runtime.generators import (
 )
 from fsfunc.testing.recordings.files import CallFile, read_call, recorded_calls
 from fsfunc.testing.recordings.json_values import from_json
-from fsfunc.testing.recordings.keeping import meshes_of, sums_of, text_of
-from fsfunc.testing.recordings.tapes import SENDS, KeptMessage
+from fsfunc.testing.recordings.keeping import axes_of_meshes, error_text, leaf_checksums
+from fsfunc.testing.recordings.tapes import SENDS, RecordedMessage
 from fsfunc.testing.recordings.tree_reader import TreeReader
 from fsfunc.transforms.offloading import stores_of
 
 
 class PartsFromRecording(RuntimeError):
-    """A program that is replayed asks for other messages than the recorded one."""
+    """Raised where a replayed program asks for other messages than the recorded one."""
 
 
 def replay(
@@ -47,10 +52,10 @@ def replay(
 ) -> Any:
     """Runs a call of one rank again, alone, and returns what it returned there.
 
-    It computes the same bits, or raises the same error, in the thread that calls: under
-    a debugger, within `finite` or with prints of yours. What the rank received comes
-    from the recording, in the order in which it is asked for; what it sends goes
-    nowhere. State, batch and generators are those of the call's begin, so nothing is
+    It computes the same bits, or raises the same error, in the calling thread: under a
+    debugger, within `finite` or with your own prints. What the rank received comes from
+    the recording, in the order in which it is asked for; what it sends goes nowhere.
+    State, batch and generators are as they were when the call began, so nothing is
     initialised, and other ranks are not needed.
 
     Args:
@@ -58,12 +63,12 @@ def replay(
         step: the function that was called: the step made anew for a mesh of the same
             axes, as by ``ff.shard(train_step, ff.make_mesh({"data": 4}, "simulated"),
             "data")``. Transforms that send nothing, such as `finite`, may be added.
-        like: arguments of the step, needed only where the recorded ones hold what no
-            file has without pickles: objects, and nodes of classes that are not found
-            by their names. Their structure and objects are taken, no numbers or
-            tensors; arrays of numpy are objects here.
-        rank: whose call.
-        call: its number; None: the last.
+        like: arguments of the step. They are needed only if the recorded ones have
+            objects in them, which no file has without pickles, or nodes of classes that
+            are not found by their names. Structure and objects are taken from them, no
+            numbers or tensors; numpy's arrays count as objects.
+        rank: the rank whose call it is.
+        call: the number of the call; None: the last.
 
     Raises:
         PartsFromRecording: the step asks for another message than was recorded; says
@@ -80,7 +85,7 @@ def replay(
             whole runs for the first time, when it has no graph yet). The first such
             message, or path, is named.
 
-    Cost: that of the step on one rank, and memory for what it received.
+    Cost: that of the step on one rank, and memory for what the rank received.
 
     >>> import tempfile, torch, fsfunc as ff
     >>> mesh = ff.make_mesh({"data": 2}, "simulated")
@@ -94,162 +99,192 @@ def replay(
     ...     print(sums, replay(folder, step, rank=1))
     [tensor([3.]), tensor([3.])] tensor([3.])
     """
-    chosen = _chosen(Path(folder), rank, call)
+    file = _find_recording(Path(folder), rank, call)
     try:
-        with _torch.beneath_all_modes():  # which compute with it from the call on
-            said, tensors = read_call(chosen.path)
-            kept = RecordedCall(said, tensors, chosen)
-            kept.check_meshes(step)
+        # Not under modes such as ``exact``: the recording itself is read as it is.
+        with _torch.beneath_all_modes():
+            header, tensors = read_call(file.path)
+            recording = RecordedCall(header, tensors, file)
+            recording.check_meshes(step)
             stores = {
                 store.kind or type(store).__name__: store
                 for store in stores_of(step)
                 if store is not None
             }
-            args, keywords = kept.arguments(like, stores)
+            args, keywords = recording.arguments(like, stores)
     except (KeyError, IndexError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{chosen.path} is no recording: {error!r}") from error
+        raise CheckpointError(f"{file.path} is no recording: {error!r}") from error
     with ExitStack() as stack:
-        stack.enter_context(kept.settings())
-        stack.enter_context(ledger())  # so that what is silent is known
+        stack.enter_context(recording.settings())
+        stack.enter_context(ledger())  # with none, all messages are silent
         stack.enter_context(inside(frame().replace(run_outermost=None)))
-        if kept.axes is not None:
-            mesh = _mesh(tuple(map(tuple, kept.axes)))
-            stack.enter_context(set_here(Here(mesh, rank, kept.link)))
+        if recording.axes is not None:
+            mesh = _mesh_of_replays(tuple(map(tuple, recording.axes)))
+            stack.enter_context(set_here(Here(mesh, rank, recording.link)))
         try:
             out = step(*args, **keywords)
         except Exception as error:
-            kept.explain(error, step)
+            recording.explain(error, step)
             raise
         finally:
-            kept.link.over = True
-    kept.compare(out, step)
+            recording.link.has_ended = True
+    recording.compare(out, step)
     return out
 
 
 @cache
-def _mesh(axes: tuple[tuple[str, int], ...]) -> Mesh:
-    """One for all replays, as steps that are compiled whole have graphs for a mesh."""
+def _mesh_of_replays(axes: tuple[tuple[str, int], ...]) -> Mesh:
+    """Returns one mesh for all replays over the same axes.
+
+    A step that is compiled whole has a graph for each mesh, and would compile anew.
+    """
     return Mesh(dict(axes), "simulated")
 
 
-def _chosen(folder: Path, rank: int, call: int | None) -> CallFile:
-    """The file of a call.
+def _find_recording(folder: Path, rank: int, call: int | None) -> CallFile:
+    """Returns the file of a call.
 
     Raises:
-        CheckpointError: there is none; says what there is.
+        CheckpointError: there is none; the message lists those that there are.
     """
-    every = recorded_calls(folder)
-    for one in reversed(every):
-        if one.rank == rank and call in (None, one.call):
-            return one
+    files = recorded_calls(folder)
+    for file in reversed(files):
+        if file.rank == rank and call in (None, file.call):
+            return file
     calls: dict[int, list[int]] = {}
-    for one in every:
-        calls.setdefault(one.rank, []).append(one.call)
-    there = "; ".join(f"calls {c} of rank {r}" for r, c in sorted(calls.items())[:8])
-    which = "call" if call is None else f"call {call}"
+    for file in files:
+        calls.setdefault(file.rank, []).append(file.call)
+    available = "; ".join(
+        f"calls {c} of rank {r}" for r, c in sorted(calls.items())[:8]
+    )
+    wanted = "call" if call is None else f"call {call}"
     raise CheckpointError(
-        f"{folder} has no complete recording of a {which} of rank {rank}: it has "
-        f"{there or 'none at all'}"
+        f"{folder} has no complete recording of a {wanted} of rank {rank}: it has "
+        f"{available or 'none at all'}"
     )
 
 
 class RecordedCall:
-    """A recorded call, as it was read."""
+    """A recorded call, read from its file.
 
-    def __init__(self, said: dict[str, Any], tensors: dict[str, Tensor], of: CallFile):
-        self.said, self.tensors, self.of = said, tensors, of
-        self.axes, self.outcome = said["axes"], said["outcome"]
-        self.messages = [KeptMessage.read(row) for row in said["messages"]]
+    Attributes:
+        axes: the axes of the mesh; None: one device.
+        outcome: how the call ended: checksums of what it returned, or its error.
+        messages: what the rank sent and received, in order.
+        link: the link that hands out the messages.
+    """
+
+    def __init__(
+        self, header: dict[str, Any], tensors: dict[str, Tensor], file: CallFile
+    ):
+        self.header, self.tensors, self.file = header, tensors, file
+        self.axes, self.outcome = header["axes"], header["outcome"]
+        self.messages = [RecordedMessage.read(row) for row in header["messages"]]
         for i, message in enumerate(self.messages):
             message.received = tensors.get(f"message {i}")
         self.link = ReplayLink(self)
 
     @property
     def name(self) -> str:
-        return f"call {self.of.call} of rank {self.of.rank} in {self.of.path.parent}"
+        return (
+            f"call {self.file.call} of rank {self.file.rank} in {self.file.path.parent}"
+        )
 
     def check_meshes(self, step: Any) -> None:
-        """Raises if the step is made for other axes than the recorded one.
+        """Raises ValueError if the step is made for other axes than the recorded one.
 
         Raises:
             ValueError: names both.
         """
-        mine = [dict(axes) for axes in meshes_of(step)]
-        theirs = [dict(axes) for axes in self.said["meshes"]]
-        if mine and theirs and mine != theirs:
+        step_axes = [dict(axes) for axes in axes_of_meshes(step)]
+        recorded_axes = [dict(axes) for axes in self.header["meshes"]]
+        if step_axes and recorded_axes and step_axes != recorded_axes:
             raise ValueError(
-                f"{self.name} is of a step over the axes {theirs}, and replay is given "
-                f'one over {mine}: make it on ff.make_mesh({theirs[0]}, "simulated")'
+                f"{self.name} is of a step over the axes {recorded_axes}, and replay "
+                f"is given one over {step_axes}: make it on "
+                f'ff.make_mesh({recorded_axes[0]}, "simulated")'
             )
 
     def arguments(self, like: tuple[Any, ...], stores: Any) -> tuple[Any, Any]:
-        """The positional and the keyword arguments of the call."""
-        args, keywords = self.said["given"]
-        reader = TreeReader(self.said, self.tensors, stores)
-        positional = reader.filled(args, like) if like else reader.tree(args)
+        """Rebuilds the positional and the keyword arguments of the call."""
+        args, keywords = self.header["given"]
+        reader = TreeReader(self.header, self.tensors, stores)
+        positional = reader.fill(args, like) if like else reader.tree(args)
         return positional, reader.tree(keywords)
 
     @contextmanager
     def settings(self) -> Iterator[None]:
-        """Inside, generators stand as they did, and kernels take as many threads."""
+        """Restores, inside, the states of the generators and the number of threads.
+
+        Kernels on the CPU add in another order with another number of threads.
+        """
         threads = torch.get_num_threads()
         with generators_kept() as states, other_generators_kept():
-            for g, _ in states:
-                state = self.tensors.get(f"generator {g.device.type}")
+            for generator, _ in states:
+                state = self.tensors.get(f"generator {generator.device.type}")
                 if state is not None:
-                    g.set_state(state)
-            for g, _ in other_states():
-                if (told := self.said["generators"].get(g.__name__)) is not None:
-                    g.set_state(from_json(told))
-            torch.set_num_threads(self.said["threads"])
+                    generator.set_state(state)
+            for generator, _ in other_states():
+                if (
+                    recorded_state := self.header["generators"].get(generator.__name__)
+                ) is not None:
+                    generator.set_state(from_json(recorded_state))
+            torch.set_num_threads(self.header["threads"])
             try:
                 yield
             finally:
                 torch.set_num_threads(threads)
 
     def explain(self, error: Exception, step: Any) -> None:
-        """Notes an error that the recorded call did not raise."""
+        """Adds a note to an error that the recorded call did not raise."""
         raised = self.outcome.get("raised", "nothing")
-        if raised != text_of(error):
+        if raised != error_text(error):
             error.add_note(
                 f"{self.name} raised {raised[:1000]}; called was "
-                f"{self.said['step']}, and replay is given {title(step)}"
+                f"{self.header['step']}, and replay is given {title(step)}"
             )
 
     def compare(self, out: Any, step: Any) -> None:
-        """Compares the end of the call with the recorded one."""
+        """Compares the result with the recorded one; warns of the first leaf."""
         if (raised := self.outcome.get("raised")) is not None:
             raise PartsFromRecording(
                 f"{self.name} was stopped from without, by another rank, a comparison "
                 "of ranks or a signal, and alone it returns; unless this is another "
-                f"program: {self.said['step']} was recorded, and this is {title(step)}."
-                f" It ended by {raised[:1000]}"
+                f"program: {self.header['step']} was recorded, and this is "
+                f"{title(step)}. It ended by {raised[:1000]}"
             )
         self.link.end()
-        before, now = (
-            {path: said for path, *said in rows}
-            for rows in (self.outcome["returned"], sums_of(out))
+        recorded, replayed = (
+            {path: header for path, *header in rows}
+            for rows in (self.outcome["returned"], leaf_checksums(out))
         )
-        for path in before | now:
-            theirs, mine = before.get(path, ["nothing"]), now.get(path, ["nothing"])
-            if theirs != mine:
-                kinds = f": {theirs[0]}, and alone {mine[0]}"
+        for path in recorded | replayed:
+            recorded_leaf, replayed_leaf = (
+                recorded.get(path, ["nothing"]),
+                replayed.get(path, ["nothing"]),
+            )
+            if recorded_leaf != replayed_leaf:
+                kinds = f": {recorded_leaf[0]}, and alone {replayed_leaf[0]}"
                 text = f"{self.name} returned other bits in {path!r}"
-                warn(text + kinds * (theirs[0] != mine[0]), RuntimeWarning)
+                warn(
+                    text + kinds * (recorded_leaf[0] != replayed_leaf[0]),
+                    RuntimeWarning,
+                )
                 return
 
 
 class ReplayLink(Link):
-    """The link of a rank alone: it is handed what it received in a recorded call.
+    """The link of a rank alone, which hands out what it received in a recorded call.
 
-    What ranks only compare, which no ledger has, is answered as if all had the same.
+    Silent messages, by which ranks only compare descriptions, were not recorded. They
+    are answered as if all ranks had sent the same.
     """
 
-    def __init__(self, kept: RecordedCall):
-        self.kept, self.rank = kept, kept.of.rank
-        self.notes = {}  # with whom it compares: itself
-        self.next, self.differs = 0, False
-        self.over = False  # a backward of the caller's may come later
+    def __init__(self, recording: RecordedCall):
+        self.recording, self.rank = recording, recording.file.rank
+        self.notes = {}  # what ranks compare: this one compares with itself
+        self.position, self.has_warned = 0, False
+        self.has_ended = False  # the caller's own backward may ask after the call
         self.echo = EchoLink(self.rank)
 
     def start(
@@ -262,88 +297,101 @@ class ReplayLink(Link):
         name: str = "",
         any_order: bool = False,
         read_only: bool = False,
-        **how: Any,
+        **options: Any,
     ) -> Handle:
-        if is_silent() and not self.over:
-            return self.echo.start(op, x.detach(), where, out=out, name=name, **how)
-        return _Replayed(self, self._next(op, x.detach(), where, name, how), x, out)
+        if is_silent() and not self.has_ended:
+            return self.echo.start(op, x.detach(), where, out=out, name=name, **options)
+        return _ReplayedHandle(
+            self, self._next_message(op, x.detach(), where, name, options), x, out
+        )
 
     def send(self, x: Tensor, where: Any, to: int, name: str = "") -> Handle:
-        self._next(SENDS, x, where, name, {"to": to})
+        self._next_message(SENDS, x, where, name, {"to": to})
         return Done(torch.empty(0, device="cpu"))
 
     def receive(self, like: Tensor, where: Any, source: int, name: str = "") -> Handle:
-        message = self._next("receive", like, where, name, {"source": source})
-        return _Replayed(self, message, like, like)
+        message = self._next_message("receive", like, where, name, {"source": source})
+        return _ReplayedHandle(self, message, like, like)
 
     def after_others(self) -> None:
-        """There are none."""
+        """Does nothing: there are no others."""
 
     def end(self) -> None:
-        """Raises if the program has left out messages at the end."""
-        if self.next < len(self.kept.messages):
+        """Raises PartsFromRecording if messages of the recording are left over."""
+        if self.position < len(self.recording.messages):
             raise PartsFromRecording(
-                f"{self._place} has still {self.kept.messages[self.next]}, and this "
-                "program has ended"
+                f"{self._describe_position} has still "
+                f"{self.recording.messages[self.position]}, and this program has ended"
             )
 
     @property
-    def _place(self) -> str:
-        count = len(self.kept.messages)
-        return f"message {self.next} of {count} in {self.kept.name}"
+    def _describe_position(self) -> str:
+        count = len(self.recording.messages)
+        return f"message {self.position} of {count} in {self.recording.name}"
 
-    def _next(self, op: str, x: Tensor, where: Any, what: str, how: Any) -> KeptMessage:
-        """The recorded message that the program asks for.
+    def _next_message(
+        self, op: str, x: Tensor, where: Any, what: str, options: Any
+    ) -> RecordedMessage:
+        """Returns the next recorded message, if it is the one that is asked for.
 
         Raises:
             PartsFromRecording: it is another one, or there is none.
         """
-        asked = KeptMessage.of(op, x, where, what, how)
-        if self.over:
+        asked = RecordedMessage.describe(op, x, where, what, options)
+        if self.has_ended:
             raise PartsFromRecording(
-                f"{asked} is asked for after the end of {self.kept.name}, and nothing "
-                "of that was kept: transform all of the step, and record it so"
+                f"{asked} is asked for after the end of {self.recording.name}, and "
+                "nothing of that was kept: transform all of the step, and record it so"
             )
-        if self.next >= len(self.kept.messages):
-            outcome = self.kept.outcome
+        if self.position >= len(self.recording.messages):
+            outcome = self.recording.outcome
             ended = (
                 f"ended by {outcome['raised'][:1000]}"
                 if "raised" in outcome
                 else "returned"
             )
             raise PartsFromRecording(
-                f"this program asks for {asked}, and {self.kept.name} {ended} after "
-                f"{self.next} messages"
+                f"this program asks for {asked}, and {self.recording.name} {ended} "
+                f"after {self.position} messages"
             )
-        message = self.kept.messages[self.next]
+        message = self.recording.messages[self.position]
         if message.asked != asked.asked:
             raise PartsFromRecording(
-                f"{self._place} was {message}, and this program asks for {asked}"
+                f"{self._describe_position} was {message}, and this program asks for "
+                f"{asked}"
             )
-        if message.sent != asked.sent and not self.differs:
-            self.differs = True  # said once: all that follows may differ
-            warn(f"{self._place}, {message}: other bits are sent now", RuntimeWarning)
-        self.next += 1
+        if message.sent != asked.sent and not self.has_warned:
+            self.has_warned = True  # once: all messages that follow may differ too
+            warn(
+                f"{self._describe_position}, {message}: other bits are sent now",
+                RuntimeWarning,
+            )
+        self.position += 1
         return message
 
 
-class _Replayed(Handle):
-    """A message that was received when it was recorded."""
+class _ReplayedHandle(Handle):
+    """A message of the recording, in the place of one under way."""
 
     def __init__(
-        self, link: ReplayLink, message: KeptMessage, like: Tensor, out: Tensor | None
+        self,
+        link: ReplayLink,
+        message: RecordedMessage,
+        like: Tensor,
+        out: Tensor | None,
     ):
         self.link, self.message, self.device, self.out = link, message, like.device, out
 
     def wait(self) -> Tensor:
-        if (kept := self.message.received) is None:
-            said = self.link.kept.outcome.get("raised", "nobody waited for it")
+        if (received := self.message.received) is None:
+            ending = self.link.recording.outcome.get("raised", "nobody waited for it")
             raise PartsFromRecording(
-                f"{self.message} never came in {self.link.kept.name}: {said[:1000]}"
+                f"{self.message} never came in {self.link.recording.name}: "
+                f"{ending[:1000]}"
             )
         if self.out is not None:
-            return self.out.copy_(kept)
-        return kept.to(self.device, copy=True)
+            return self.out.copy_(received)
+        return received.to(self.device, copy=True)
 
     def done(self) -> bool:
         return True

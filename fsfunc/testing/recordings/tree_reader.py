@@ -1,7 +1,7 @@
-"""Trees of arguments, made again of their JSON and tensors.
+"""Trees of arguments, rebuilt from the JSON and tensors of ``tree_writer.py``.
 
-A class is one that this program has imported, and a node of trees: nothing is imported
-for a file.
+A class in a file must be one that this program has imported and registered as a node of
+trees: a file cannot import modules, or run code.
 """
 
 from __future__ import annotations
@@ -23,204 +23,232 @@ from fsfunc.runtime.memory_spaces import Offloaded, Store
 from fsfunc.sharded.layout import Layout
 from fsfunc.sharded.leaf import FlatShard, Sharded, is_sharded
 from fsfunc.sharded.plain_leaves import lay_leaf
-from fsfunc.testing.recordings.json_values import ODD, from_json, placement_of
+from fsfunc.testing.recordings.json_values import UNSTORABLE, from_json, placement_of
 from fsfunc.tree.nodes import TorchContext, adopt
 from fsfunc.tree.structure import NAMESPACE
+from fsfunc.tree.types import Leaf, PyTree
 
 
 class TreeReader:
-    """Makes trees of their descriptions again.
+    """Rebuilds trees from their descriptions.
 
     Args:
-        said: the tables of a `TreeWriter`; ``tensors``: its tensors.
-        stores: those to which the step offloads, by their kinds.
+        tables: the tables of a `TreeWriter`.
+        tensors: its tensors.
+        stores: the stores to which the step offloads, by kind.
     """
 
     def __init__(
         self,
-        said: Mapping[str, Any],
+        tables: Mapping[str, Any],
         tensors: Mapping[str, Tensor],
         stores: Mapping[str, Store],
     ):
-        self.said, self.tensors, self.stores = said, tensors, stores
-        self._made: dict[tuple[str, int], Any] = {}
-        self._texts: Counter[str] = Counter()  # of layouts
+        self.tables, self.tensors, self.stores = tables, tensors, stores
+        self._objects: dict[tuple[str, int], Any] = {}
+        self._layout_counts: Counter[str] = Counter()  # how many have the same text
 
-    def tree(self, node: Any) -> Any:
-        """Makes the tree of a description.
+    def tree(self, node: Any) -> PyTree:
+        """Rebuilds the tree of a description.
 
         Raises:
-            CheckpointError: a class is not there, or a leaf is kept by nobody.
+            CheckpointError: a class is not imported, or a leaf was not stored.
         """
         if node is None:
             return None
         if type(node) is int:
             leaf = self.leaf(node)
-            if leaf is ODD:
-                said = self.said["leaves"][node]
-                said = self.said["leaves"][said.get("same", node)]
-                raise _unkept(said["value"]["odd"])
+            if leaf is UNSTORABLE:
+                row = self.tables["leaves"][node]
+                row = self.tables["leaves"][row.get("same", node)]
+                raise _not_stored_error(row["value"]["odd"])
             return leaf
-        kind, *rest = node
+        kind, *content = node
         if kind in ("dict", "OrderedDict"):
-            made = {"dict": dict, "OrderedDict": OrderedDict}[kind]()
-            for said, child in rest[0]:
-                if (key := from_json(said)) is ODD:
-                    raise _unkept(said["odd"])
-                made[key] = self.tree(child)
-            return made
+            rebuilt = {"dict": dict, "OrderedDict": OrderedDict}[kind]()
+            for key_json, child in content[0]:
+                if (key := from_json(key_json)) is UNSTORABLE:
+                    raise _not_stored_error(key_json["odd"])
+                rebuilt[key] = self.tree(child)
+            return rebuilt
         if kind in ("list", "tuple"):
-            children = [self.tree(child) for child in rest[0]]
+            children = [self.tree(child) for child in content[0]]
             return children if kind == "list" else tuple(children)
-        name, static, nodes = rest
-        return _rebuilt(name, static, [self.tree(child) for child in nodes])
+        name, static, nodes = content
+        return _rebuild_node(name, static, [self.tree(child) for child in nodes])
 
-    def leaves(self, node: Any) -> list[Any]:
-        """Returns the numbers of a description's leaves, in the order of the tree's."""
+    def leaves(self, node: Any) -> list[int]:
+        """Returns the numbers of a description's leaves, in the order of the tree."""
         if node is None or type(node) is int:
             return [] if node is None else [node]
-        kind, *rest = node
-        below = [child for _, child in rest[0]] if "ict" in kind else rest[-1]
-        return sorted(i for child in below for i in self.leaves(child))
+        kind, *content = node
+        children = [child for _, child in content[0]] if "ict" in kind else content[-1]
+        return sorted(i for child in children for i in self.leaves(child))
 
-    def filled(self, node: Any, like: Any) -> Any:
-        """Makes the tree of a description, in the structure of another one.
+    def fill(self, node: Any, like: PyTree) -> PyTree:
+        """Rebuilds the leaves of a description in the structure of ``like``.
 
-        What a recording cannot keep is that of ``like``.
+        Leaves that could not be stored are those of ``like``.
 
         Raises:
-            CheckpointError: that has another number of leaves.
+            CheckpointError: ``like`` has another number of leaves.
         """
-        theirs, treedef = tree.flatten(like, is_leaf=is_sharded)
+        like_leaves, treedef = tree.flatten(like, is_leaf=is_sharded)
         numbers = self.leaves(node)
-        if len(numbers) != len(theirs):
+        if len(numbers) != len(like_leaves):
             raise CheckpointError(
-                f"the arguments that replay was given to be like have {len(theirs)} "
-                f"leaves, and the recorded ones {len(numbers)}"
+                "the arguments that replay was given to be like have "
+                f"{len(like_leaves)} leaves, and the recorded ones {len(numbers)}"
             )
-        mine = map(self.leaf, numbers)
-        both = zip(mine, theirs, strict=True)
-        return tree.unflatten(treedef, [x if a is ODD else a for a, x in both])
+        recorded_leaves = map(self.leaf, numbers)
+        pairs = zip(recorded_leaves, like_leaves, strict=True)
+        return tree.unflatten(
+            treedef,
+            [
+                like_leaf if recorded is UNSTORABLE else recorded
+                for recorded, like_leaf in pairs
+            ],
+        )
 
-    def leaf(self, number: int) -> Any:
-        """Makes a leaf; returns a mark for one that is not kept."""
-        said = self.said["leaves"][number]
-        if "same" in said:
-            return self._once("leaves", said["same"], self._plain)
-        if "buffer" in said:
-            buffer = self._once("buffers", said["buffer"], self._buffer)
-            return buffer.leaves()[said["member"]]
-        if "layout" in said:
-            layout = self._once("layouts", said["layout"], self._layout)
-            local = self._home(self.tensors[said["tensor"]], said)
-            return Sharded(local.requires_grad_(said["grad"]), layout)
-        if "tensor" in said:
-            return self._once("leaves", number, self._plain)
-        return from_json(said["value"])
+    def leaf(self, number: int) -> Leaf:
+        """Rebuilds a leaf; returns ``UNSTORABLE`` for one that was not stored."""
+        row = self.tables["leaves"][number]
+        if "same" in row:
+            return self._object_of_row("leaves", row["same"], self._tensor)
+        if "buffer" in row:
+            buffer = self._object_of_row("buffers", row["buffer"], self._buffer)
+            return buffer.leaves()[row["member"]]
+        if "layout" in row:
+            layout = self._object_of_row("layouts", row["layout"], self._layout)
+            local = self._copy_to_device(self.tensors[row["tensor"]], row)
+            return Sharded(local.requires_grad_(row["grad"]), layout)
+        if "tensor" in row:
+            return self._object_of_row("leaves", number, self._tensor)
+        return from_json(row["value"])
 
-    def _plain(self, number: int) -> Tensor | object:
-        said = self.said["leaves"][number]
-        if "tensor" not in said:
-            return ODD
-        x = self._home(_strided(self.tensors[said["tensor"]], said["stride"]), said)
-        if said["parameter"]:
-            x = Parameter(x, requires_grad=said["grad"])
-        elif said["grad"]:
+    def _tensor(self, number: int) -> Tensor | object:
+        row = self.tables["leaves"][number]
+        if "tensor" not in row:
+            return UNSTORABLE
+        x = self._copy_to_device(
+            _copy_with_strides(self.tensors[row["tensor"]], row["stride"]), row
+        )
+        if row["parameter"]:
+            x = Parameter(x, requires_grad=row["grad"])
+        elif row["grad"]:
             x.requires_grad_()
-        if said["laid"] is not None:
-            lay_leaf(x, placement_of(said["laid"]))
+        if row["laid"] is not None:
+            lay_leaf(x, placement_of(row["laid"]))
         return x
 
     def _buffer(self, number: int) -> FlatShard:
-        said = self.said["buffers"][number]
-        members = [self._once("layouts", i, self._layout) for i in said["members"]]
-        flat, whole = self._home(self.tensors[f"buffer {number}"], said), None
-        if (begin := said["whole"]) is not None:
-            whole = self._home(self.tensors[f"whole {number}"], said)
-            flat = whole[begin : begin + len(flat)] if begin >= 0 else flat
-        flat.requires_grad_(said["grad"])
-        packed = FlatShard(tuple(members), flat, said["at"])
+        row = self.tables["buffers"][number]
+        members = [
+            self._object_of_row("layouts", i, self._layout) for i in row["members"]
+        ]
+        flat, whole = (
+            self._copy_to_device(self.tensors[f"buffer {number}"], row),
+            None,
+        )
+        if (offset := row["whole"]) is not None:
+            whole = self._copy_to_device(self.tensors[f"whole {number}"], row)
+            flat = whole[offset : offset + len(flat)] if offset >= 0 else flat
+        flat.requires_grad_(row["grad"])
+        packed = FlatShard(tuple(members), flat, row["at"])
         if whole is not None:
             packed.cache_gathered(whole)
         return packed
 
-    def _home(self, x: Tensor, said: Mapping[str, Any]) -> Tensor:
-        """A copy where the recorded tensor lay; on the CPU where there is no GPU.
+    def _copy_to_device(self, x: Tensor, row: Mapping[str, Any]) -> Tensor:
+        """Copies a tensor to where it lay; to the CPU if there is no GPU here.
 
         Raises:
-            CheckpointError: it lay in a store, of a kind to which this step has none.
+            CheckpointError: it lay in a store of a kind that this step does not have.
         """
-        device, kind = said["home"]
-        on = device if device != "cuda" or torch.cuda.is_available() else "cpu"
+        device, kind = row["home"]
+        device_here = device if device != "cuda" or torch.cuda.is_available() else "cpu"
         if kind is None:
-            return torch.empty_like(x, device=on).copy_(x)
+            return torch.empty_like(x, device=device_here).copy_(x)
         if kind not in self.stores:
             raise CheckpointError(
                 f"the recorded arguments lie in {kind!r}, and this step offloads to "
                 f"{sorted(self.stores) or 'nothing'}"
             )
-        return Offloaded(self.stores[kind], torch.device(on)).copied(x)
+        return Offloaded(self.stores[kind], torch.device(device_here)).copied(x)
 
     def _layout(self, number: int) -> Layout:
-        said, order = self.said["layouts"][number], ()
-        if said["order"] is not None:
-            order = self._once("orders", said["order"], self._order)
-        # Of two that are alike each stays one.
-        text = repr(said | {"order": id(order)})
-        self._texts[text] += 1
-        return _interned((text, self._texts[text]), lambda: _layout_of(said, order))
+        row, order = self.tables["layouts"][number], ()
+        if row["order"] is not None:
+            order = self._object_of_row("orders", row["order"], self._order)
+        # Two equal layouts in a file stay two objects: leaves tell their member of a
+        # buffer by its layout's identity. Hence the count in the key.
+        text = repr(row | {"order": id(order)})
+        self._layout_counts[text] += 1
+        return _intern(
+            (text, self._layout_counts[text]), lambda: _layout_of_row(row, order)
+        )
 
     def _order(self, number: int) -> list[tuple[str, ...]]:
-        names = [tuple(names) for names in self.said["orders"][number]]
-        return _interned(tuple(names), lambda: names)
+        names = [tuple(names) for names in self.tables["orders"][number]]
+        return _intern(tuple(names), lambda: names)
 
-    def _once(self, table: str, number: int, make: Callable[[int], Any]) -> Any:
-        """What is made of an entry of a table: one object wherever it is named."""
+    def _object_of_row(
+        self, table: str, number: int, make: Callable[[int], Any]
+    ) -> Any:
+        """Returns the object of a row: the same one wherever it is referred to."""
         key = table, number
-        if key not in self._made:
-            self._made[key] = make(number)
-        return self._made[key]
+        if key not in self._objects:
+            self._objects[key] = make(number)
+        return self._objects[key]
 
 
-# A step that is compiled whole has a graph for each set of layouts: so there is one
-# object of equal ones for all replays.
-_INTERNED: dict[Any, Any] = {}
+# A step that is compiled whole has a graph for each set of layout objects: so all
+# replays share them.
+_INTERNED_LAYOUTS: dict[Any, Any] = {}
 
 
-def _interned(key: Any, make: Callable[[], Any]) -> Any:
-    return _INTERNED[key] if key in _INTERNED else _INTERNED.setdefault(key, make())
-
-
-def _layout_of(said: Mapping[str, Any], order: Any) -> Layout:
-    return Layout(
-        tuple(said["shape"]),
-        getattr(torch, said["dtype"]),
-        tuple(placement_of(part) for part in said["parts"]),
-        said["name"],
-        order,
-        said["compute"] and getattr(torch, said["compute"]),
+def _intern(key: Any, make: Callable[[], Any]) -> Any:
+    """Returns the object of a key in all replays; makes it if it is new."""
+    return (
+        _INTERNED_LAYOUTS[key]
+        if key in _INTERNED_LAYOUTS
+        else _INTERNED_LAYOUTS.setdefault(key, make())
     )
 
 
-def _strided(x: Tensor, stride: Sequence[int]) -> Tensor:
-    """A copy with these strides, by which kernels choose; dense if they overlap."""
-    sized = [(step, n) for step, n in zip(stride, x.shape, strict=True) if n > 1]
+def _layout_of_row(row: Mapping[str, Any], order: Any) -> Layout:
+    return Layout(
+        tuple(row["shape"]),
+        getattr(torch, row["dtype"]),
+        tuple(placement_of(part) for part in row["parts"]),
+        row["name"],
+        order,
+        row["compute"] and getattr(torch, row["compute"]),
+    )
+
+
+def _copy_with_strides(x: Tensor, stride: Sequence[int]) -> Tensor:
+    """Copies a tensor with these strides; dense if they overlap or leave much out."""
+    # Kernels are chosen by strides, and another kernel gives other bits.
+    strides_and_sizes = [
+        (step, size) for step, size in zip(stride, x.shape, strict=True) if size > 1
+    ]
     end = 1
-    for step, n in sorted(sized):
+    for step, size in sorted(strides_and_sizes):
         if step < end:
             return x.clone()
-        end = step * (n - 1) + end
-    if end > 2 * x.numel():  # a column of something large
+        end = step * (size - 1) + end
+    if end > 2 * x.numel():  # a column of a large matrix, say
         return x.clone()
-    room = torch.empty_strided(x.shape, stride, dtype=x.dtype, device=x.device)
-    return room.copy_(x)
+    target = torch.empty_strided(x.shape, stride, dtype=x.dtype, device=x.device)
+    return target.copy_(x)
 
 
-def _rebuilt(name: str, static: Any, children: list[Any]) -> Any:
-    """A node of a class that this program has imported.
+def _rebuild_node(name: str, static: Any, children: list[Any]) -> Any:
+    """Rebuilds a node of a class that this program has imported.
 
     Raises:
-        CheckpointError: it has none of that name, or its static data were not kept.
+        CheckpointError: there is no such class, or its static data were not stored.
     """
     module, _, path = name.partition(":")
     cls: Any = sys.modules.get(module)
@@ -229,32 +257,32 @@ def _rebuilt(name: str, static: Any, children: list[Any]) -> Any:
     if not isinstance(cls, type):
         raise CheckpointError(
             f"the recorded arguments hold a {name}, and this program has imported no "
-            f"such class: import its module, or {_LIKE}"
+            f"such class: import its module, or {_ADVICE}"
         )
     if optree.is_namedtuple_class(cls):
         return cls._make(children)  # type: ignore[attr-defined]
     kind = static[0] if isinstance(static, list) else None
     if kind == "fields" and dataclasses.is_dataclass(cls):
-        made = object.__new__(cls)
+        rebuilt = object.__new__(cls)
         for field, child in zip(static[1], children, strict=True):
-            object.__setattr__(made, field, child)
-        return made
-    adopt(cls)  # if it is registered with torch, and was not seen yet
+            object.__setattr__(rebuilt, field, child)
+        return rebuilt
+    adopt(cls)  # a class that is registered with torch alone becomes a node here too
     node: Any = optree.register_pytree_node.get(cls, namespace=NAMESPACE)
     if node is None or static == {"odd": name}:
-        raise _unkept(name)
+        raise _not_stored_error(name)
     context = TorchContext(from_json(static[1])) if kind == "torch" else None
     return node.unflatten_func(context or from_json(static), children)
 
 
-def _unkept(name: str) -> CheckpointError:
+def _not_stored_error(name: str) -> CheckpointError:
     return CheckpointError(
         f"the recorded arguments hold a {name}, which is no tensor, number or text, "
-        f"and was not kept: {_LIKE}"
+        f"and was not kept: {_ADVICE}"
     )
 
 
-_LIKE = (
+_ADVICE = (
     "give replay arguments of the step that are like the recorded ones, replay(folder, "
     "step, state, batch, rank=...), whose structure and objects are taken"
 )

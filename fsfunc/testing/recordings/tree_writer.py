@@ -1,8 +1,11 @@
-"""Trees of arguments as JSON and tensors: no pickle.
+"""Trees of arguments as JSON and tensors, without pickles.
 
-A container of Python's is told by its kind, any other node by the name of its class.
-Sharded leaves of one packed buffer are kept as that buffer, with what the rank had
-gathered of it.
+``tree_reader.py`` reads them.
+
+A node is [kind of container, children], or ["class", name, static data, children]; a
+leaf is its number in the table of leaves. Sharded leaves of one packed buffer refer to
+a row of the table of buffers, so that they share it again when they are read. A buffer
+is stored with what the rank had gathered of it: a later call does not gather it again.
 """
 
 from __future__ import annotations
@@ -26,176 +29,197 @@ from fsfunc.sharded.layout import Layout
 from fsfunc.sharded.leaf import FlatShard, Sharded, is_sharded
 from fsfunc.sharded.plain_leaves import placement_of
 from fsfunc.testing.recordings.json_values import (
-    ODD,
+    UNSTORABLE,
     as_json,
+    name_if_unstorable,
     placement_as_json,
-    told,
 )
 from fsfunc.tree.nodes import TorchContext
 from fsfunc.tree.structure import NAMESPACE, is_node
+from fsfunc.tree.types import Leaf, PyTree
 
 
-def kept_tensor(x: Tensor) -> Tensor:
-    """A copy of what ``x`` holds now, contiguous, on the CPU."""
+def copy_to_cpu(x: Tensor) -> Tensor:
+    """Copies the present content of ``x``, contiguous, to the CPU."""
     with _torch.beneath_all_modes(), torch.no_grad(), torch.inference_mode(False):
         x = wait_for(x.detach()) if space_of(x).offloaded else x.detach()
         x = x.resolve_conj().resolve_neg()
         return x.to("cpu", copy=True).contiguous()
 
 
-def _home(x: Tensor) -> Any:
-    """Where a tensor lies: its device, and the kind of its store if it has one."""
+def _device_and_store(x: Tensor) -> list[str | None]:
+    """Returns the kinds of a tensor's device, and of the store it is offloaded to."""
     space = space_of(x)
     device = space.device if isinstance(space, Offloaded) else x.device
     return [device.type, space.kind if isinstance(space, Offloaded) else None]
 
 
 class TreeWriter:
-    """Describes trees; ``tensors`` are copies of what they hold, by name.
-
-    ``said`` has the tables that the descriptions refer to.
+    """Describes trees as JSON, and copies their tensors.
 
     Args:
-        most: the bytes to copy; ``nbytes`` is what there is, which may be more.
+        max_bytes: the most bytes to copy.
+
+    Attributes:
+        nbytes: the bytes that there are to copy, which may be more.
+        tensors: the copies, by name.
+        tables: the rows that descriptions refer to by number, by the table's name.
     """
 
-    def __init__(self, most: float = math.inf) -> None:
-        self.most, self.nbytes = most, 0
+    def __init__(self, max_bytes: float = math.inf) -> None:
+        self.max_bytes, self.nbytes = max_bytes, 0
         self.tensors: dict[str, Tensor] = {}
-        self.said: dict[str, list[Any]] = {
+        self.tables: dict[str, list[Any]] = {
             "leaves": [], "layouts": [], "orders": [], "buffers": [],
         }  # fmt: skip
-        self._seen: dict[int, int] = {}  # by the id of a layout, an order or a buffer
-        self._same: dict[int, int] = {}  # by the id of a tensor, which of the leaves
-        self._alive: list[Any] = []  # whose ids these are
+        # The row of each layout, order and buffer, and the leaf of each tensor, by id.
+        self._row_numbers: dict[int, int] = {}
+        self._leaf_numbers: dict[int, int] = {}
+        self._alive: list[Any] = []  # these objects: no other one may get such an id
 
-    def add(self, value: Any) -> Any:
-        """The description of a tree, whose leaves are added to the tables."""
-        tree.flatten(value, is_leaf=is_sharded)  # learns the classes in it
+    def add(self, value: PyTree) -> Any:
+        """Adds the leaves of a tree to the tables; returns its description as JSON."""
+        # Registers the classes in it that torch knows as nodes, for ``is_node``.
+        tree.flatten(value, is_leaf=is_sharded)
         return self._node(value)
 
-    def _node(self, value: Any) -> Any:
+    def _node(self, value: PyTree) -> Any:
         if value is None:
             return None
         if is_sharded(value) or not is_node(type(value)):
-            self.said["leaves"].append(self._leaf(value))
-            return len(self.said["leaves"]) - 1
+            self.tables["leaves"].append(self._leaf(value))
+            return len(self.tables["leaves"]) - 1
         children, static, entries, _ = optree.tree_flatten_one_level(
             value, namespace=NAMESPACE
         )
         nodes, kind = [self._node(x) for x in children], type(value)
-        if kind in (dict, OrderedDict):  # optree sorts the keys
+        if kind in (dict, OrderedDict):  # optree sorts keys: theirs is the dict's order
             by_key = dict(zip(entries, nodes, strict=True))
-            pairs = [[told(as_json(key), type(key)), by_key[key]] for key in value]
+            pairs = [
+                [name_if_unstorable(as_json(key), type(key)), by_key[key]]
+                for key in value
+            ]
             return [kind.__name__, pairs]
         if kind in (list, tuple):
             return [kind.__name__, nodes]
-        name, beside = f"{kind.__module__}:{kind.__qualname__}", None
+        name, static_json = f"{kind.__module__}:{kind.__qualname__}", None
         if not optree.is_namedtuple_class(kind):
             if isinstance(static, TorchContext):
-                beside = as_json(static.value)
-                beside = ODD if beside is ODD else ["torch", beside]
+                static_json = as_json(static.value)
+                static_json = (
+                    UNSTORABLE if static_json is UNSTORABLE else ["torch", static_json]
+                )
             else:
-                beside = as_json(static)
-            if beside is ODD and _is_plain_dataclass(value, entries):
-                beside = ["fields", list(entries)]
-        return ["class", name, told(beside, kind), nodes]
+                static_json = as_json(static)
+            if static_json is UNSTORABLE and _has_only_fields(value, entries):
+                static_json = ["fields", list(entries)]
+        return ["class", name, name_if_unstorable(static_json, kind), nodes]
 
-    def _leaf(self, x: Any) -> Any:
+    def _leaf(self, x: Leaf) -> dict[str, Any]:
+        """Returns the row of a leaf."""
         if is_sharded(x):
             return self._sharded(x)
         if isinstance(x, Tensor):
-            return self._plain(x)
-        return {"value": told(as_json(x), type(x))}
+            return self._tensor(x)
+        return {"value": name_if_unstorable(as_json(x), type(x))}
 
-    def _plain(self, x: Tensor) -> Any:
-        if id(x) in self._same:
-            return {"same": self._same[id(x)]}
-        number = self._same[id(x)] = len(self.said["leaves"])
+    def _tensor(self, x: Tensor) -> dict[str, Any]:
+        if id(x) in self._leaf_numbers:
+            return {"same": self._leaf_numbers[id(x)]}
+        number = self._leaf_numbers[id(x)] = len(self.tables["leaves"])
         self._alive.append(x)
-        if (kind := type(x)) not in (Tensor, Parameter):  # one that is spent, too
-            return {"value": told(ODD, kind)}
+        # Neither subclasses, whose content is not known, nor spent tensors.
+        if (kind := type(x)) not in (Tensor, Parameter):
+            return {"value": name_if_unstorable(UNSTORABLE, kind)}
         if x.layout != torch.strided or x.is_meta:
-            return {"value": told(ODD, kind)}
+            return {"value": name_if_unstorable(UNSTORABLE, kind)}
         name = f"leaf {number}"
         with _torch.beneath_all_modes():
-            how, stride = placement_of(x), list(x.stride())
-            self._keep(name, x)
+            placement, stride = placement_of(x), list(x.stride())
+            self._save(name, x)
         return {
             "tensor": name,
             "stride": stride,
             "grad": x.requires_grad,
             "parameter": kind is Parameter,
-            "laid": None if how is None else placement_as_json(how),
-            "home": _home(x),
+            "laid": None if placement is None else placement_as_json(placement),
+            "home": _device_and_store(x),
         }
 
-    def _sharded(self, leaf: Sharded) -> Any:
+    def _sharded(self, leaf: Sharded) -> dict[str, Any]:
         if leaf.why_unusable or leaf.parts is not None:
-            return {"value": told(ODD, Sharded)}
+            return {"value": name_if_unstorable(UNSTORABLE, Sharded)}
         packed = leaf.packed
         if packed is not None:
-            found = [i for i, m in enumerate(packed.members) if m is leaf.layout]
-            if found:
-                return {"buffer": self._buffer(packed), "member": found[0]}
-        number = len(self.said["leaves"])
-        self._keep(f"leaf {number}", leaf.local)
+            positions = [
+                i for i, member in enumerate(packed.members) if member is leaf.layout
+            ]
+            if positions:
+                return {"buffer": self._buffer(packed), "member": positions[0]}
+        number = len(self.tables["leaves"])
+        self._save(f"leaf {number}", leaf.local)
         return {
             "layout": self._layout(leaf.layout),
             "tensor": f"leaf {number}",
             "grad": leaf.local.requires_grad,
-            "home": _home(leaf.local),
+            "home": _device_and_store(leaf.local),
         }
 
     def _buffer(self, packed: FlatShard) -> int:
-        def row() -> Any:
-            number, flat, whole = len(self.said["buffers"]), packed.flat, packed.whole
-            self._keep(f"buffer {number}", flat)
-            members = [self._layout(m) for m in packed.members]
-            said = {"members": members, "at": dict(packed.coordinates)}
-            said |= {"whole": None, "grad": flat.requires_grad, "home": _home(flat)}
+        def make_row() -> Any:
+            number, flat, whole = len(self.tables["buffers"]), packed.flat, packed.whole
+            self._save(f"buffer {number}", flat)
+            members = [self._layout(member) for member in packed.members]
+            row = {"members": members, "at": dict(packed.coordinates)}
+            row |= {
+                "whole": None,
+                "grad": flat.requires_grad,
+                "home": _device_and_store(flat),
+            }
             if whole is not None and packed.is_cached(whole.dtype):
-                # A later call gathers it no more.
-                self._keep(f"whole {number}", whole)
-                same = _torch.storage_key(whole) == _torch.storage_key(flat)
-                begin = int(flat.storage_offset()) - int(whole.storage_offset())
-                said["whole"] = begin if same else -1
-            return said
+                # The call begins with it, and does not gather it again.
+                self._save(f"whole {number}", whole)
+                is_part_of_whole = _torch.storage_key(whole) == _torch.storage_key(flat)
+                offset = int(flat.storage_offset()) - int(whole.storage_offset())
+                row["whole"] = offset if is_part_of_whole else -1
+            return row
 
-        return self._once("buffers", packed, row)
+        return self._row_number("buffers", packed, make_row)
 
     def _layout(self, layout: Layout) -> int:
-        def row() -> Any:
+        def make_row() -> Any:
             order = layout.order
-            listed = lambda: [list(names) for names in order]  # noqa: E731
+            make_order = lambda: [list(names) for names in order]  # noqa: E731
             return {
                 "shape": list(layout.shape),
                 "dtype": dtype_name(layout.dtype),
                 "parts": [placement_as_json(part) for part in layout.parts],
                 "name": layout.name,
-                "order": self._once("orders", order, listed) if order else None,
+                "order": self._row_number("orders", order, make_order)
+                if order
+                else None,
                 "compute": layout.compute and dtype_name(layout.compute),
             }
 
-        return self._once("layouts", layout, row)
+        return self._row_number("layouts", layout, make_row)
 
-    def _keep(self, name: str, x: Tensor) -> None:
+    def _save(self, name: str, x: Tensor) -> None:
         self.nbytes += x.numel() * x.element_size()
-        if self.nbytes <= self.most:
-            self.tensors[name] = kept_tensor(x)
+        if self.nbytes <= self.max_bytes:
+            self.tensors[name] = copy_to_cpu(x)
 
-    def _once(self, table: str, x: Any, row: Callable[[], Any]) -> int:
-        """The place of ``x`` in a table, to which it is added if it is new."""
-        if id(x) not in self._seen:
-            said = row()
+    def _row_number(self, table: str, x: Any, make_row: Callable[[], Any]) -> int:
+        """Returns the number of ``x``'s row in a table; adds the row if it is new."""
+        if id(x) not in self._row_numbers:
+            row = make_row()
             self._alive.append(x)
-            self._seen[id(x)] = len(self.said[table])
-            self.said[table].append(said)
-        return self._seen[id(x)]
+            self._row_numbers[id(x)] = len(self.tables[table])
+            self.tables[table].append(row)
+        return self._row_numbers[id(x)]
 
 
-def _is_plain_dataclass(value: Any, entries: Sequence[Any]) -> bool:
-    """True of one that has its fields, and nothing else."""
+def _has_only_fields(value: Any, entries: Sequence[Any]) -> bool:
+    """Returns whether a value is a dataclass with no attribute but its fields."""
     if not dataclasses.is_dataclass(value):
         return False
     names = {f.name for f in dataclasses.fields(value)}
