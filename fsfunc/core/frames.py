@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable
 from contextvars import ContextVar, Token
 from dataclasses import dataclass, field, replace
 from types import CodeType, MethodType
-from typing import Any, ParamSpec, Protocol, Self, TypeVar
+from typing import TYPE_CHECKING, Any, ParamSpec, Protocol, Self, TypeVar
 
 from fsfunc import _torch
 from fsfunc.comm.attribution import INTERNAL
@@ -28,7 +28,11 @@ from fsfunc.core.casts import Casts
 from fsfunc.core.tracers import Tracer, UnitCall
 from fsfunc.runtime.scopes import in_one_thread, refuse_compiled
 from fsfunc.sharded.inputs import check_function
-from fsfunc.tree.types import PyTree
+from fsfunc.tree.types import Args, Keywords, PyTree
+
+if TYPE_CHECKING:
+    from fsfunc.core.outcomes import GradientCall, Outcome
+    from fsfunc.core.units import Call
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -92,16 +96,16 @@ class Interpretation:
             elif value is not None:
                 yield name, value
 
-    def learn(self, other: Any) -> None:
+    def learn(self, other: Self) -> None:
         """Adopts what another rank's instance learned while a step was recorded."""
 
-    def call(self, f: Callable[..., Any], args: Any, keywords: Any) -> Any:
+    def call(self, f: Callable[..., PyTree], args: Args, keywords: Keywords) -> PyTree:
         """Calls ``f``, the transformed function, with this interpretation in force."""
         outer = frame()
         with inside(outer.replace(handlers=(*outer.handlers, self))):
             return f(*args, **keywords)
 
-    def recorded(self, recorder: Any) -> Interpretation:
+    def recorded(self, recorder: Tracer) -> Interpretation:
         """The interpretation to use in its place while a step is recorded."""
         return self
 
@@ -118,11 +122,11 @@ class Interpretation:
         if at.rank not in self.compared and getattr(at.link, "moves_data", False):
             self.compared |= {at.rank}
 
-    def first_state(self, state: Any) -> Any:
+    def first_state(self, state: PyTree) -> PyTree:
         """Returns the initial state of the transformed step, given the inner one's."""
         return state
 
-    def unit(self, run: Callable[..., Any], call: Any) -> Callable[..., Any]:
+    def unit(self, run: Callable[..., PyTree], call: Call) -> Callable[..., PyTree]:
         """Returns the function that runs a unit call in place of ``run``.
 
         Args:
@@ -135,11 +139,13 @@ class Interpretation:
         """
         return run
 
-    def reads_again(self, call: Any) -> bool:
+    def reads_again(self, call: Call) -> bool:
         """Returns whether a unit call's backward gathers its parameters again."""
         return False
 
-    def gradient(self, run: Callable[..., Any]) -> Callable[..., Any]:
+    def gradient(
+        self, run: Callable[[GradientCall], Outcome]
+    ) -> Callable[[GradientCall], Outcome]:
         """Returns the function that runs a gradient call in place of ``run``.
 
         Args:
@@ -155,10 +161,10 @@ class Interpretation:
         """
         return run
 
-    def begins(self, call: Any) -> None:
+    def begins(self, call: GradientCall) -> None:
         """Called before each microbatch's forward pass, with its ``GradientCall``."""
 
-    def ends(self, outcome: Any) -> None:
+    def ends(self, outcome: Outcome) -> None:
         """Called after its backward pass, before its gradients are accumulated."""
 
 
@@ -170,7 +176,7 @@ class Stage(Interpretation):
 
     decides = True
 
-    def unit(self, run: Callable[..., Any], call: Any) -> Callable[..., Any]:
+    def unit(self, run: Callable[..., PyTree], call: Call) -> Callable[..., PyTree]:
         if call.frame.path:  # a nested unit runs where the outer one does
             return run
 
@@ -217,9 +223,9 @@ class Compiler(Protocol):
     """What ``jit`` puts into a frame: it compiles unit calls, or a whole step.
 
     ``of`` returns the function to run for a unit call; ``compiles`` says whether it is
-    compiled, and ``partitions_call`` whether the compiler also decides what its backward is
-    given. ``update`` returns an optimizer's update, compiled once for tensors of any
-    size.
+    compiled, and ``partitions_call`` whether the compiler also decides what its
+    backward is given. ``update`` returns an optimizer's update, compiled once for
+    tensors of any size.
 
     Attributes:
         whole: whether the step is compiled with all that it calls. Then it also has
