@@ -297,7 +297,7 @@ class OuterObserver(Interpretation):
         if _is_hidden(call.frame):
             return run
 
-        def observed(params: Any, /, *inputs: Any, **keywords: Any) -> Any:
+        def observed(params: PyTree, /, *inputs: PyTree, **keywords: PyTree) -> PyTree:
             if without_values():
                 return run(params, *inputs, **keywords)
             observed_run = _ObservedRun(
@@ -401,7 +401,7 @@ class _InnermostObserver(Interpretation):
         if _is_hidden(call.frame):
             return run
 
-        def observed(params: Any, /, *inputs: Any, **keywords: Any) -> Any:
+        def observed(params: PyTree, /, *inputs: PyTree, **keywords: PyTree) -> PyTree:
             if without_values():
                 return run(params, *inputs, **keywords)
             observed_run = _ObservedRun(self, call.frame, (call.numbers, call.path))
@@ -428,7 +428,7 @@ class _ObservedRun:
         self,
         observer: _InnermostObserver,
         f: Frame,
-        numbers_and_path: Any,
+        numbers_and_path: tuple[tuple[int, ...], tuple[str, ...]],
         around: str = "",
     ):
         self.rank = _rank()
