@@ -221,7 +221,7 @@ def run_without_capacity(
     x: Tensor,
     routing: Routing,
     axis: str | None,
-    experts_a_rank: int,
+    experts_per_rank: int,
     run_experts: Callable[[Tensor, list[int]], Tensor],
 ) -> Tensor:
     """Computes the layer where experts take all tokens that come.
@@ -232,14 +232,14 @@ def run_without_capacity(
     Args:
         x: [T, d], this rank's tokens.
         axis: the axis the experts are spread over; None: all are on this rank.
-        experts_a_rank: how many experts a rank has.
+        experts_per_rank: how many experts a rank has.
         run_experts: computes experts on rows that lie expert after expert, given how
             many rows each of them has.
 
     Returns:
         [T, d'].
     """
-    sent, received, room = _count_traffic(routing, axis, experts_a_rank)
+    sent, received, room = _count_traffic(routing, axis, experts_per_rank)
 
     def run_starts(loads: Loads) -> Loads:
         """Returns the first row of each run of rows, by the other rank and expert."""
@@ -288,7 +288,9 @@ class _Traffic(NamedTuple):
     room: int
 
 
-def _count_traffic(routing: Routing, axis: str | None, experts_a_rank: int) -> _Traffic:
+def _count_traffic(
+    routing: Routing, axis: str | None, experts_per_rank: int
+) -> _Traffic:
     """Exchanges the lengths of queues, and returns how many rows go where."""
     ranks = 1 if axis is None else axis_size(axis)
     local_counts = counts = routing.counts[None]
@@ -305,17 +307,17 @@ def _count_traffic(routing: Routing, axis: str | None, experts_a_rank: int) -> _
     if isinstance(_torch.unwrapped(counts), _torch.FakeTensor) or _torch.fake_active():
         # The load is known only when it runs: plans and recordings take it for even.
         refuse_in_graph("a layer without a capacity sends each expert its tokens")
-        even_load = -(-routing.indices.numel() // (ranks * experts_a_rank))
+        even_load = -(-routing.indices.numel() // (ranks * experts_per_rank))
         return _Traffic(
-            [[even_load] * experts_a_rank] * ranks,
-            [[even_load] * experts_a_rank] * ranks,
-            even_load * experts_a_rank,
+            [[even_load] * experts_per_rank] * ranks,
+            [[even_load] * experts_per_rank] * ranks,
+            even_load * experts_per_rank,
         )
     rank_index = 0 if axis is None else axis_index(axis)
     loads_by_rank = [
         [
-            row[i : i + experts_a_rank]
-            for i in range(0, ranks * experts_a_rank, experts_a_rank)
+            row[i : i + experts_per_rank]
+            for i in range(0, ranks * experts_per_rank, experts_per_rank)
         ]
         for row in counts.tolist()
     ]
