@@ -120,8 +120,8 @@ def expert_layer(
             shape = tuple(leaf.shape) if isinstance(leaf, Tensor) else repr(leaf)
             raise ValueError(
                 f"expert_layer: params{path and f' at {path!r}'} is of {shape}: give "
-                f"this rank's {experts_per_rank} of {len(routing.counts)} experts along "
-                "dim 0"
+                f"this rank's {experts_per_rank} of {len(routing.counts)} experts "
+                "along dim 0"
             )
 
     def run_one_expert(parts: list[Any], rows: Tensor) -> Tensor:
