@@ -270,6 +270,9 @@ class OuterObserver(Interpretation):
 
     called = "watched"
 
+    log: RunLog
+    observer: _InnermostObserver
+
     def __init__(self, log: RunLog):
         self.log, self.observer = log, _InnermostObserver(log)
 

@@ -41,6 +41,9 @@ class UnitRecorder(TorchFunctionMode):
         copy_value: copies a value.
     """
 
+    numbers: tuple[int, ...]
+    copy_value: Callable[[Tensor], Tensor]
+
     def __init__(
         self, numbers: tuple[int, ...], copy_value: Callable[[Tensor], Tensor]
     ):

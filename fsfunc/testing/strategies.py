@@ -29,7 +29,7 @@ except ImportError as error:  # fsfunc itself does not depend on hypothesis
 
 
 Strategy = st.SearchStrategy
-seeds = st.integers(0, 2**20)
+seeds: Strategy[int] = st.integers(0, 2**20)
 
 
 @st.composite

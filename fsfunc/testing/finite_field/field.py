@@ -118,7 +118,7 @@ def small_fraction(strip_companions: int) -> Fraction | None:
 
     By the extended Euclidean algorithm, stopped where the remainder is small.
 
-    >>> fraction(int(constant(-2 / 3)))
+    >>> small_fraction(int(constant(-2 / 3)))
     Fraction(-2, 3)
     """
     (low, low_factor), (high, high_factor) = (PRIME, 0), (strip_companions % PRIME, 1)
@@ -310,10 +310,14 @@ class Field:
         decisions: the answers of comparisons of single numbers, in their order.
 
     >>> field, x = Field(0), torch.tensor([3.0, 4.0], dtype=torch.float64)
-    >>> y = field.root(field.function("anything", x))
-    >>> torch.equal(field.square(y), field.function("anything", x))
+    >>> y = field.root(field.random_function("anything", x))
+    >>> torch.equal(field.square(y), field.random_function("anything", x))
     True
     """
+
+    functions: int
+    divisions: int
+    order_factor: float
 
     def __init__(self, seed: int):
         self.seed = seed

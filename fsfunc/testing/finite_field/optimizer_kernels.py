@@ -15,7 +15,7 @@ from torch import Tensor
 from fsfunc.testing.finite_field.field import PRIME
 from fsfunc.testing.finite_field.rules import Overload
 
-aten = torch.ops.aten
+aten: Any = torch.ops.aten
 
 # The operator on each tensor, where its name is not that of the operator on lists.
 _FOREACH: dict[str, Callable[..., Any]] = {

@@ -177,6 +177,14 @@ class RecordedCall:
         link: the link that hands out the messages.
     """
 
+    header: dict[str, Any]
+    tensors: dict[str, Tensor]
+    file: CallFile
+    axes: list[list[Any]] | None
+    outcome: dict[str, Any]
+    messages: list[RecordedMessage]
+    link: ReplayLink
+
     def __init__(
         self, header: dict[str, Any], tensors: dict[str, Tensor], file: CallFile
     ):
@@ -284,6 +292,12 @@ class ReplayLink(Link):
     Silent messages, by which ranks only compare descriptions, were not recorded. They
     are answered as if all ranks had sent the same.
     """
+
+    recording: RecordedCall
+    position: int
+    has_warned: bool
+    has_ended: bool
+    echo: EchoLink
 
     def __init__(self, recording: RecordedCall):
         self.recording, self.rank = recording, recording.file.rank

@@ -108,6 +108,10 @@ class MessageTape:
         max_bytes: the most bytes to save; of a call that receives more, none are.
     """
 
+    max_bytes: int
+    nbytes: int
+    has_ended: bool
+
     def __init__(self, max_bytes: int):
         self.max_bytes, self.nbytes = max_bytes, 0
         self.messages: list[RecordedMessage] = []

@@ -38,6 +38,10 @@ class TreeReader:
         stores: the stores to which the step offloads, by kind.
     """
 
+    tables: Mapping[str, Any]
+    tensors: Mapping[str, Tensor]
+    stores: Mapping[str, Store]
+
     def __init__(
         self,
         tables: Mapping[str, Any],

@@ -66,6 +66,9 @@ class TreeWriter:
         tables: the rows that descriptions refer to by number, by the table's name.
     """
 
+    max_bytes: float
+    nbytes: int
+
     def __init__(self, max_bytes: float = math.inf) -> None:
         self.max_bytes, self.nbytes = max_bytes, 0
         self.tensors: dict[str, Tensor] = {}
