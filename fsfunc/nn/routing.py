@@ -239,16 +239,16 @@ def run_without_capacity(
     Returns:
         [T, d'].
     """
-    sent, received, room = _count_traffic(routing, axis, experts_per_rank)
+    sent, received, max_rows = _count_traffic(routing, axis, experts_per_rank)
 
     def run_starts(loads: Loads) -> Loads:
         """Returns the first row of each run of rows, by the other rank and expert."""
         runs = enumerate(loads)
-        return [list(accumulate(run[:-1], initial=i * room)) for i, run in runs]
+        return [list(accumulate(run[:-1], initial=i * max_rows)) for i, run in runs]
 
     first_rows = torch.tensor(list(chain(*run_starts(sent))), device=x.device)
     slots = first_rows[routing.indices] + routing.positions
-    rows = place_rows(x, slots, routing.kept, len(sent) * room)
+    rows = place_rows(x, slots, routing.kept, len(sent) * max_rows)
     if axis is None:  # one rank's queues are in order already
         y = run_experts(rows, sent[0])
         check_rows(y, len(rows))
@@ -269,7 +269,7 @@ def run_without_capacity(
     # all-to-all too, for which the other ranks wait.
     if not len(order):
         y = y + 0 * rows.sum()
-    y = y.new_zeros(len(received) * room, y.shape[1]).index_copy(0, order, y)
+    y = y.new_zeros(len(received) * max_rows, y.shape[1]).index_copy(0, order, y)
     y = all_to_all(y, axis, split_dim=0, concat_dim=0)
     return sum_weighted_rows(y, slots, routing)
 
@@ -280,12 +280,12 @@ class _Traffic(NamedTuple):
     Args:
         sent: for each rank, the rows that this rank sends to each expert there.
         received: for each rank, the rows that it sends to each expert of this rank.
-        room: the most rows that any rank sends to another.
+        max_rows: the most rows that any rank sends to another.
     """
 
     sent: Loads
     received: Loads
-    room: int
+    max_rows: int
 
 
 def _count_traffic(
@@ -321,9 +321,11 @@ def _count_traffic(
         ]
         for row in counts.tolist()
     ]
-    room = max(sum(run) for loads in loads_by_rank for run in loads)
+    max_rows = max(sum(run) for loads in loads_by_rank for run in loads)
     return _Traffic(
-        loads_by_rank[rank_index], [loads[rank_index] for loads in loads_by_rank], room
+        loads_by_rank[rank_index],
+        [loads[rank_index] for loads in loads_by_rank],
+        max_rows,
     )
 
 

@@ -220,17 +220,17 @@ def _commit_one(
     mean = total / n
     var = (squares - total * mean).clamp(min=0) / (n - 1)
     count = running.count + 1
-    share = 1 / count.double() if momentum is None else momentum
+    batch_weight = 1 / count.double() if momentum is None else momentum
     return RunningStatistics(
-        _interpolate(running.mean, mean, share),
-        _interpolate(running.var, var, share),
+        _interpolate(running.mean, mean, batch_weight),
+        _interpolate(running.var, var, batch_weight),
         count,
     )
 
 
-def _interpolate(old: Tensor, new: Tensor, share: float | Tensor) -> Tensor:
+def _interpolate(old: Tensor, new: Tensor, new_weight: float | Tensor) -> Tensor:
     """Returns ``old`` with ``share`` of ``new`` in it, added in fp64."""
-    return ((1 - share) * old.double() + share * new).to(old.dtype)
+    return ((1 - new_weight) * old.double() + new_weight * new).to(old.dtype)
 
 
 def sync_batch_norm(

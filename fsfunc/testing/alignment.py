@@ -121,8 +121,8 @@ class _AlignedParts:
         for their_way, y in self._candidates(self.theirs):
             for our_way, x in our_candidates:
                 # What is assembled in both runs is so in one way.
-                alike = our_way == their_way or "one" in (our_way, their_way)
-                if alike and x.shape == y.shape:
+                same_way = our_way == their_way or "one" in (our_way, their_way)
+                if same_way and x.shape == y.shape:
                     shapes_fit = True
                     if self.is_near(x, y):
                         return Verdict()

@@ -222,11 +222,11 @@ def observe(
 ) -> RunLog:
     """Calls a step under observers, on one device or on simulated ranks."""
     log = RunLog(mesh, axes, budget)
-    watched = transformed(step, OuterObserver(log))
+    observed_step = transformed(step, OuterObserver(log))
     if mesh is None:
-        log.outputs = [caller.on_one_device(watched, state, batch)]
+        log.outputs = [caller.on_one_device(observed_step, state, batch)]
     else:
-        log.outputs = caller.on_ranks(watched, mesh, axes, state, batch).outputs
+        log.outputs = caller.on_ranks(observed_step, mesh, axes, state, batch).outputs
     return log
 
 
@@ -242,7 +242,7 @@ def _is_hidden(f: Frame) -> bool:
     return f.tracer is not None or compiles_step
 
 
-def _rank() -> int:
+def _current_rank() -> int:
     here = maybe_here()
     return 0 if here is None else here.rank
 
@@ -284,10 +284,10 @@ class OuterObserver(Interpretation):
     ) -> Any:
         if without_values():
             return super().call(f, args, keywords)
-        position = self.observer.positions[_rank()]
+        position = self.observer.positions[_current_rank()]
         position.call, position.segment = position.call + 1, 0
         position.times.clear()
-        self.observer.forwards[_rank()].clear()
+        self.observer.forwards[_current_rank()].clear()
         outer = frame()
         # Calls outside of gradient calls are numbered from 0 too.
         observed_frame = outer.replace(
@@ -318,7 +318,7 @@ class OuterObserver(Interpretation):
         def observed(call: GradientCall) -> Outcome:
             if without_values() or frame().in_loss or _is_hidden(frame()):
                 return run(call)
-            rank = _rank()
+            rank = _current_rank()
             position = self.observer.positions[rank]
             position.segment += 1
             outcome = run(call)
@@ -379,7 +379,7 @@ class _InnermostObserver(Interpretation):
         def observed(call: GradientCall) -> Outcome:
             if without_values() or frame().in_loss or _is_hidden(frame()):
                 return run(call)
-            position = self.positions[_rank()]
+            position = self.positions[_current_rank()]
             position.cotangent = call.cotangent
             outcome, f = run(call), frame()
             if outcome.weight is not None:
@@ -434,7 +434,7 @@ class _ObservedRun:
         numbers_and_path: tuple[tuple[int, ...], tuple[str, ...]],
         around: str = "",
     ):
-        self.rank = _rank()
+        self.rank = _current_rank()
         self.observer, self.is_recompute = observer, running().recompute
         log, position = observer.log, observer.positions[self.rank]
         # ``accumulate`` within ``pipeline`` numbers microbatches in another order than
