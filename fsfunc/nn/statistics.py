@@ -229,7 +229,7 @@ def _commit_one(
 
 
 def _interpolate(old: Tensor, new: Tensor, new_weight: float | Tensor) -> Tensor:
-    """Returns ``old`` with ``share`` of ``new`` in it, added in fp64."""
+    """Returns ``old`` with ``new_weight`` of ``new`` in it, added in fp64."""
     return ((1 - new_weight) * old.double() + new_weight * new).to(old.dtype)
 
 

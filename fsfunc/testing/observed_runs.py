@@ -440,27 +440,25 @@ class _ObservedRun:
         # ``accumulate`` within ``pipeline`` numbers microbatches in another order than
         # their rows have in the batch: no part can be named.
         transforms = [h.called for h in f.handlers]
+        has_pipeline = "pipeline" in transforms
         inner_transforms = (
-            transforms[transforms.index("pipeline") :]
-            if "pipeline" in transforms
-            else ()
+            transforms[transforms.index("pipeline") :] if has_pipeline else ()
         )
         self.in_order = "accumulate" not in inner_transforms
         rows_index = log.rows_index(self.rank)
-        index, count = (
-            row_major((rows_index, *f.micro)),
-            math.prod(n for _, n in f.micro),
-        )
+        index = row_major((rows_index, *f.micro))
+        count = math.prod(n for _, n in f.micro)
         microbatch = row_major(f.micro), count
         self.part = BatchPart(index, rows_index[1] * count, microbatch)
         log.averages_ranks = log.averages_ranks or bool(f.varies)
         ranks = math.prod(n for _, n in f.varies) if f.varies else rows_index[1]
-        self.scale = ranks * count, position.cotangent
+        # The step's loss is the mean of as many losses: see ``RunLog.contribution``.
+        self.cotangent_scale = ranks * count, position.cotangent
         place = position.call, position.segment, *numbers_and_path
         repeat_key = (*place, self.part, self.is_recompute, around)
         run = UnitRun(*place[:2], position.times[repeat_key], *place[2:])
         position.times[repeat_key] += 1
-        self.run, self.key = run, (run, self.part, self.rank)
+        self.run, self.run_key = run, (run, self.part, self.rank)
 
     def __call__(
         self,
@@ -484,11 +482,11 @@ class _ObservedRun:
         # backward needs is there.
         finally:
             forwards = self.observer.forwards[self.rank]
-            made = [*arguments, *recorder.values]
+            values = [*arguments, *recorder.values]
             if not self.is_recompute:
-                forwards[self.key] = made
-            elif (forward := forwards.pop(self.key, None)) is not None:
-                if (unlike_value := find_unlike(forward, made)) is not None:
+                forwards[self.run_key] = values
+            elif (forward := forwards.pop(self.run_key, None)) is not None:
+                if (unlike_value := find_unlike(forward, values)) is not None:
                     by_part = self.observer.log.recomputed.setdefault(self.run, {})
                     by_part.setdefault(self.part, {})[self.rank] = unlike_value
         paths, leaves, structure = tree.flatten_with_paths(out)
@@ -530,7 +528,7 @@ class _ObservedRun:
                 key,
                 self.part,
                 self.rank,
-                ObservedValue(log.budget.copy(x), *self.scale),
+                ObservedValue(log.budget.copy(x), *self.cotangent_scale),
             )
 
     def _cotangent_noter(self, kind: str, path: str) -> Callable[[Tensor], None]:

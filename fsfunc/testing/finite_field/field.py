@@ -92,7 +92,7 @@ def constant(value: float, dtype: torch.dtype = torch.float64) -> float:
 
 
 def _simplest_near(x: Fraction, tolerance: Fraction) -> Fraction:
-    """Returns the fraction of the smallest denominator within ``near`` of ``x``."""
+    """Returns the fraction of the smallest denominator within ``tolerance`` of ``x``."""
     if x.denominator == 1:  # a whole number is the simplest already
         return x
     low, high = sorted((x * (1 - tolerance), x * (1 + tolerance)))
