@@ -200,10 +200,8 @@ class TiledSums(torch.autograd.Function):
                 x, w, index, is_local, lse, ctx.tiles, *cotangents
             )
         else:
-            needs, targets = (
-                ctx.needs_input_grad[:2],
-                Targets(index, is_local, is_local),
-            )
+            needs = ctx.needs_input_grad[:2]
+            targets = Targets(index, is_local, is_local)
             gradients = _pull_back_by_tiles(
                 x, w, targets, lse, cotangents, ctx.tiles, needs
             )

@@ -340,10 +340,8 @@ def _with_rank_and_microbatch(
     place: FirstDifference, wrong: Sequence[tuple[BatchPart, int]]
 ) -> FirstDifference:
     """Adds the rank, and the microbatch, if all wrong parts have the same one."""
-    ranks, microbatches = (
-        {rank for _, rank in wrong},
-        {part.microbatch for part, _ in wrong},
-    )
+    ranks = {rank for _, rank in wrong}
+    microbatches = {part.microbatch for part, _ in wrong}
     if len(ranks) == 1:
         place = replace(place, rank=min(ranks))
     if len(microbatches) == 1 and (microbatch := min(microbatches))[1] > 1:

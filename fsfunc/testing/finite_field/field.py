@@ -92,7 +92,7 @@ def constant(value: float, dtype: torch.dtype = torch.float64) -> float:
 
 
 def _simplest_near(x: Fraction, tolerance: Fraction) -> Fraction:
-    """Returns the fraction of the smallest denominator within ``tolerance`` of ``x``."""
+    """Returns the fraction of least denominator within ``tolerance`` of ``x``."""
     if x.denominator == 1:  # a whole number is the simplest already
         return x
     low, high = sorted((x * (1 - tolerance), x * (1 + tolerance)))
@@ -113,7 +113,7 @@ def simplest_fraction_between(low: Fraction, high: Fraction) -> Fraction:
     return whole + 1 / simplest_fraction_between(1 / (high - whole), 1 / (low - whole))
 
 
-def small_fraction(strip_companions: int) -> Fraction | None:
+def small_fraction(residue: int) -> Fraction | None:
     """Returns the fraction of small numbers with this residue, or None.
 
     By the extended Euclidean algorithm, stopped where the remainder is small.
@@ -121,14 +121,11 @@ def small_fraction(strip_companions: int) -> Fraction | None:
     >>> small_fraction(int(constant(-2 / 3)))
     Fraction(-2, 3)
     """
-    (low, low_factor), (high, high_factor) = (PRIME, 0), (strip_companions % PRIME, 1)
+    (low, low_factor), (high, high_factor) = (PRIME, 0), (residue % PRIME, 1)
     while high > 1000:
-        low, low_factor, high, high_factor = (
-            high,
-            high_factor,
-            low % high,
-            low_factor - low // high * high_factor,
-        )
+        quotient = low // high
+        low, high = high, low % high
+        low_factor, high_factor = high_factor, low_factor - quotient * high_factor
     return Fraction(high, high_factor) if 0 < abs(high_factor) <= 1000 else None
 
 

@@ -70,8 +70,8 @@ def moments(
     centered = modulo(x - center)
     degrees_of_freedom = count - (1 if correction is None else correction)
     scale = numbers.constant(1 / degrees_of_freedom) if degrees_of_freedom > 0 else 0.0
-    variance = product(total(product(centered, centered), dims, keepdim), scale)
-    return variance, center if keepdim or not dims else center.squeeze(dims)
+    var = product(total(product(centered, centered), dims, keepdim), scale)
+    return var, center if keepdim or not dims else center.squeeze(dims)
 
 
 @rule("var.correction", "prims.var")
@@ -143,10 +143,10 @@ def multiply_all(
     if not x.dim():
         return x
     slices = x.flatten() if dim is None else x.movedim(dim, 0)
-    total = torch.ones_like(slices.sum(0))
+    products = torch.ones_like(slices.sum(0))
     for part in slices:
-        total = product(total, part)
-    return total.unsqueeze(dim) if dim is not None and keepdim else total
+        products = product(products, part)
+    return products.unsqueeze(dim) if dim is not None and keepdim else products
 
 
 @rule("cumsum")

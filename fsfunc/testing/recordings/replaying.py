@@ -268,14 +268,12 @@ class RecordedCall:
             )
         self.link.end()
         recorded, replayed = (
-            {path: header for path, *header in rows}
+            {path: description for path, *description in rows}
             for rows in (self.outcome["returned"], leaf_checksums(out))
         )
         for path in recorded | replayed:
-            recorded_leaf, replayed_leaf = (
-                recorded.get(path, ["nothing"]),
-                replayed.get(path, ["nothing"]),
-            )
+            recorded_leaf = recorded.get(path, ["nothing"])
+            replayed_leaf = replayed.get(path, ["nothing"])
             if recorded_leaf != replayed_leaf:
                 kinds = f": {recorded_leaf[0]}, and alone {replayed_leaf[0]}"
                 text = f"{self.name} returned other bits in {path!r}"
