@@ -241,7 +241,9 @@ def sync_batch_norm(
     eps: float = 1e-5,
     running: RunningStatistics | None = None,
 ) -> tuple[Tensor, Summed | None]:
-    """``batch_norm`` by the statistics of all ranks' ``x`` joined, along any dim but 1.
+    """Normalises channel by channel by the statistics of all ranks' ``x`` together.
+
+    It is ``batch_norm`` of the ranks' ``x`` joined along any dim but 1:
 
     y = weight * (x - mean) / sqrt(var + eps) + bias, with the mean and the biased
     variance of a channel over the ranks of ``axis``; or, with ``running``, with those.

@@ -315,8 +315,7 @@ def draw_typed(
     axis: Axis,
     generator: torch.Generator,
 ) -> PerRank:
-    """Draws integers in float64 for every rank; equal in a group, if it is one "
-    "value."""
+    """Draws integers in float64 for every rank; equal in a group if one value."""
     keys = [mesh.members(axis, r) if is_one_value else r for r in range(mesh.size)]
     drawn: dict[object, Tensor] = {}
     for key in keys:

@@ -1,4 +1,8 @@
-"""Rules of sums, means, norms and variances, and of what looks for the largest."""
+"""Rules of sums, means, norms and variances, and of maxima, sorts and medians.
+
+Sums are taken modulo PRIME. Whatever compares goes by the order of the field, and takes
+numbers with their companions.
+"""
 
 from __future__ import annotations
 
@@ -365,8 +369,7 @@ def unique(
     inverse: bool = False,
     counts: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns the distinct numbers in order, the index of each element's, and "
-    "counts."""
+    """Returns distinct numbers in order, the index of each element's, and counts."""
     x = residue_of(x)
     keys, group_of_element, counts_of_groups = torch.unique(
         f.order_keys(x), True, True, True
