@@ -182,7 +182,7 @@ class Exact(_torch.UnheardMode):
     def _convert(
         self, func: Overload, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """Casts a tensor. Among floats that is the identity, since nothing is rounded."""
+        """Casts a tensor; among floats that is the identity, as nothing is rounded."""
         x, dtype = args[0], kwargs.get("dtype", args[1] if len(args) > 1 else None)
         args = args[:1]
         if x.is_complex() or dtype is not None and dtype.is_complex:
