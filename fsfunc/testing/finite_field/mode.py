@@ -26,6 +26,8 @@ from fsfunc import _torch
 from fsfunc._torch import formulas
 from fsfunc.comm.attribution import current_label, source_line
 from fsfunc.testing.finite_field import field as numbers
+
+# Imported for the rules that they register.
 from fsfunc.testing.finite_field import linear_algebra as _linear_algebra  # noqa: F401
 from fsfunc.testing.finite_field import matrices as _matrices  # noqa: F401
 from fsfunc.testing.finite_field import resampling as _resampling  # noqa: F401
