@@ -119,7 +119,7 @@ def attention(x: Heads, masks: Masks, ring: Ring, recompute: bool = True) -> Ten
     Returns:
         [batch, heads, n, value_dim], in the dtype of q.
     """
-    # ``_Ring`` has no gradient for a mask, and no second or forward derivative.
+    # ``_Ring`` gives a mask no gradient, and has no rule for forward mode or ``vmap``.
     mask_has_gradient = masks.mask is not None and masks.mask.requires_grad
     with without_autocast(x.q):
         masks = masks.shift_mask(ring.index, ring.cut)
