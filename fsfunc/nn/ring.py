@@ -181,6 +181,8 @@ def _compose_ring(x: Heads, masks: Masks, ring: Ring) -> Tensor:
             visible = masks.visible(block, step, ring.index, ring.cut)
             rows, keys = _select_part(block.rows, qs), _select_part(block.part, parts)
             new = attend(Heads(rows, *keys), visible, ring.scale)
+            # Where the part of the queries differs by rank, every part goes through the
+            # same operators, and ``where`` lets through the one that is meant.
             for i, old in enumerate(attended):
                 if isinstance(block.rows, Tensor):
                     is_target = block.rows == i
