@@ -96,7 +96,7 @@ class TreeWriter:
             value, namespace=NAMESPACE
         )
         nodes, kind = [self._node(x) for x in children], type(value)
-        if kind in (dict, OrderedDict):  # optree sorts keys: theirs is the dict's order
+        if kind in (dict, OrderedDict):  # optree sorts keys; stored is the dict's order
             by_key = dict(zip(entries, nodes, strict=True))
             pairs = [
                 [name_if_unstorable(as_json(key), type(key)), by_key[key]]
