@@ -3,16 +3,16 @@
 tensor_parallel.py  linear layers and embeddings whose weights are split
 token_losses.py cross_entropy.py   cross-entropy over a split vocabulary
 tiled_cross_entropy.py   the last layer and its loss, tile by tile
-routing.py          capacity, dropped choices, padding; the all-to-alls to experts
-gating.py           top-1, top-2, top-k gates
-experts.py   experts spread over ranks, and the all-to-alls to them
+gating.py           top-1, top-2, top-k gates: which experts a token goes to
+routing.py          queues of experts: capacity, dropped choices, padding
+experts.py          experts spread over ranks, and the all-to-alls to them
 context_parallel.py attention over a split sequence, in two forms
-ring.py             the ring
-attention_blocks.py attention_masks.py   a block of keys; what is seen of it
-sequence_order.py   zig-zag order; what goes where, and which blocks are computed
-statistics.py       batch norms, of one rank's batch or of all; statistics
-normalization.py    norms of split features; mean and variance over ranks
-numerics.py         each rank's own random numbers, dropout; dtypes of sums, autocast
+ring.py             ring attention, step by step
+attention_blocks.py attention_masks.py   a block of attention; which keys are seen
+sequence_order.py   zig-zag order; which rank computes which block when
+statistics.py       batch norms of one rank's batch or of all ranks'; statistics
+normalization.py    layer norm and RMS norm of split features
+numerics.py         dtypes of sums, autocast; random numbers of each rank, dropout
 """
 
 from fsfunc.nn.context_parallel import all_to_all_attention, ring_attention

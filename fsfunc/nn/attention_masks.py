@@ -78,8 +78,8 @@ class Visible(NamedTuple):
             scores = scores.masked_fill(hidden, HIDDEN_SCORE)
         if self.mask is None:
             return scores
-        heads_a_key = 1 if self.mask.shape[1] == 1 else groups
-        mask = self.mask.unflatten(1, (-1, heads_a_key))
+        group_size = 1 if self.mask.shape[1] == 1 else groups
+        mask = self.mask.unflatten(1, (-1, group_size))
         if mask.dtype == torch.bool:
             return scores.masked_fill(~mask, HIDDEN_SCORE)
         return scores + mask.to(scores.dtype)

@@ -118,8 +118,8 @@ def row_slices(n: int, rows: int) -> list[slice]:
 
 def _cached_blocks(z: Tensor) -> list[slice]:
     """Cuts rows into blocks of logits that fit a cache: each is read several times."""
-    logits_a_block = 2**20 if z.device.type == "cpu" else 2**25
-    return row_slices(z.shape[0], max(1, logits_a_block // z.shape[1]))
+    logits_per_block = 2**20 if z.device.type == "cpu" else 2**25
+    return row_slices(z.shape[0], max(1, logits_per_block // z.shape[1]))
 
 
 def exponentiate(
@@ -187,7 +187,7 @@ def _row_sums_of_any_shape(
 
 
 class _RowSums(torch.autograd.Function):
-    """``row_sums`` of logits [N, V] of any dtype; it saves nothing of their size."""
+    """``row_sums`` of logits [N, V] of any dtype; it saves these, no exponentials."""
 
     @staticmethod
     def forward(  # type: ignore[override]

@@ -108,16 +108,20 @@ def expert_layer(
         if is_sharded(leaf):  # it knows its axis: one program on one device and on many
             leaves[i], axis = local_part("expert_layer", leaf, (0,), axis=axis)
     tokens = x.reshape(-1, x.shape[-1])
-    experts_a_rank = _check_tokens("expert_layer", tokens, routing, axis)
+    experts_per_rank = _check_tokens("expert_layer", tokens, routing, axis)
     claim_rank_local(tokens, axis, "expert_layer")
     for i, leaf in enumerate(leaves):
-        if not isinstance(leaf, Tensor) or not leaf.ndim or len(leaf) != experts_a_rank:
+        if (
+            not isinstance(leaf, Tensor)
+            or not leaf.ndim
+            or len(leaf) != experts_per_rank
+        ):
             path = tree.paths(params, is_sharded)[i]
             shape = tuple(leaf.shape) if isinstance(leaf, Tensor) else repr(leaf)
             raise ValueError(
                 f"expert_layer: params{path and f' at {path!r}'} is of {shape}: give "
-                f"this rank's {experts_a_rank} of {len(routing.counts)} experts along "
-                "dim 0"
+                f"this rank's {experts_per_rank} of {len(routing.counts)} experts "
+                "along dim 0"
             )
 
     def run_one_expert(parts: list[Any], rows: Tensor) -> Tensor:
@@ -138,14 +142,14 @@ def expert_layer(
         )
 
     if routing.capacity is None:
-        y = run_without_capacity(tokens, routing, axis, experts_a_rank, run_experts)
+        y = run_without_capacity(tokens, routing, axis, experts_per_rank, run_experts)
     else:
         places = dispatch(tokens, routing, axis)
         if grouped:
             m = places.shape[1]
-            outputs = run_experts(places.flatten(0, 1), [m] * experts_a_rank)
-            check_rows(outputs, experts_a_rank * m)
-            outputs = outputs.unflatten(0, (experts_a_rank, m))
+            outputs = run_experts(places.flatten(0, 1), [m] * experts_per_rank)
+            check_rows(outputs, experts_per_rank * m)
+            outputs = outputs.unflatten(0, (experts_per_rank, m))
         else:
             # "different": dropout, for one, draws for each expert anew.
             outputs = torch.func.vmap(run_one_expert, randomness="different")(
@@ -218,11 +222,11 @@ def combine(y: Tensor, routing: Routing, axis: str | None = None) -> Tensor:
     """
     capacity = _capacity("combine", routing)
     experts = len(routing.counts)
-    n, experts_a_rank = _experts_a_rank("combine", experts, axis)
-    if y.ndim != 3 or y.shape[:2] != (experts_a_rank, n * capacity):
+    n, experts_per_rank = _experts_per_rank("combine", experts, axis)
+    if y.ndim != 3 or y.shape[:2] != (experts_per_rank, n * capacity):
         raise ValueError(
-            f"combine: y of shape {tuple(y.shape)} for {experts_a_rank} experts with "
-            f"{n} x {capacity} places: give [{experts_a_rank}, {n * capacity}, "
+            f"combine: y of shape {tuple(y.shape)} for {experts_per_rank} experts with "
+            f"{n} x {capacity} places: give [{experts_per_rank}, {n * capacity}, "
             "features]"
         )
     if axis is not None:
@@ -231,7 +235,7 @@ def combine(y: Tensor, routing: Routing, axis: str | None = None) -> Tensor:
     return sum_weighted_rows(y.flatten(0, 1), slots, routing)
 
 
-def _experts_a_rank(caller: str, experts: int, axis: str | None) -> tuple[int, int]:
+def _experts_per_rank(caller: str, experts: int, axis: str | None) -> tuple[int, int]:
     """Returns the number of ranks, and the number of experts on each."""
     n = 1 if axis is None else axis_size(axis)
     if experts % n:
@@ -249,7 +253,7 @@ def _check_tokens(caller: str, x: Tensor, routing: Routing, axis: str | None) ->
             f"{caller}: tokens of shape {tuple(x.shape)}, but the routing is of "
             f"{len(routing.indices)}: give [tokens, features], as they were gated"
         )
-    return _experts_a_rank(caller, len(routing.counts), axis)[1]
+    return _experts_per_rank(caller, len(routing.counts), axis)[1]
 
 
 def _capacity(caller: str, routing: Routing) -> int:

@@ -93,7 +93,7 @@ def apply_scale_and_shift(
 def sum_over_ranks(x: Tensor, axis: tuple[str, ...]) -> Tensor:
     """Sums over the axis, typed V -> V: its transpose is a sum over the ranks too.
 
-    Every rank goes on with different features, so each one's cotangent counts.
+    Each rank uses the sum on values of its own, so each one's cotangent counts.
     """
     return psum(x, axis, of="V", to="V") if axis else x
 

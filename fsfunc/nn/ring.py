@@ -119,13 +119,13 @@ def attention(x: Heads, masks: Masks, ring: Ring, recompute: bool = True) -> Ten
     Returns:
         [batch, heads, n, value_dim], in the dtype of q.
     """
-    # ``_Ring`` has no gradient for a mask, and no second or forward derivative.
+    # ``_Ring`` gives a mask no gradient, and has no rule for forward mode or ``vmap``.
     mask_has_gradient = masks.mask is not None and masks.mask.requires_grad
     with without_autocast(x.q):
         masks = masks.shift_mask(ring.index, ring.cut)
         if recompute and not composable() and not mask_has_gradient:
             return _Ring.apply(*x, *masks, ring)[0]
-        return _composed(x, masks, ring)
+        return _compose_ring(x, masks, ring)
 
 
 def _steps_with_keys(
@@ -166,7 +166,7 @@ def _unpack(packed: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     return keys.view(k.shape), values.view(v.shape)
 
 
-def _composed(x: Heads, masks: Masks, ring: Ring) -> Tensor:
+def _compose_ring(x: Heads, masks: Masks, ring: Ring) -> Tensor:
     """Computes the ring by plain operators and collectives: it has all derivatives.
 
     Autograd saves all blocks. The graph is the same on all ranks, so that they call the
@@ -181,6 +181,8 @@ def _composed(x: Heads, masks: Masks, ring: Ring) -> Tensor:
             visible = masks.visible(block, step, ring.index, ring.cut)
             rows, keys = _select_part(block.rows, qs), _select_part(block.part, parts)
             new = attend(Heads(rows, *keys), visible, ring.scale)
+            # Where the part of the queries differs by rank, every part goes through the
+            # same operators, and ``where`` lets through the one that is meant.
             for i, old in enumerate(attended):
                 if isinstance(block.rows, Tensor):
                     is_target = block.rows == i
@@ -270,7 +272,7 @@ def _pull_back_differentiably(
         # Gradients by nodes of their own: if k was computed from q, the gradient by q
         # would else have that of k in it.
         x = Heads(*(y.view_as(y) for y in x))
-        out = _composed(x, masks, ring)
+        out = _compose_ring(x, masks, ring)
     inputs = [y for y, need in zip(x, needs, strict=True) if need]
     gradients = iter(torch.autograd.grad(out, inputs, g, create_graph=create_graph))
     return [next(gradients) if need else None for need in needs]

@@ -221,7 +221,7 @@ def run_without_capacity(
     x: Tensor,
     routing: Routing,
     axis: str | None,
-    experts_a_rank: int,
+    experts_per_rank: int,
     run_experts: Callable[[Tensor, list[int]], Tensor],
 ) -> Tensor:
     """Computes the layer where experts take all tokens that come.
@@ -232,23 +232,23 @@ def run_without_capacity(
     Args:
         x: [T, d], this rank's tokens.
         axis: the axis the experts are spread over; None: all are on this rank.
-        experts_a_rank: how many experts a rank has.
+        experts_per_rank: how many experts a rank has.
         run_experts: computes experts on rows that lie expert after expert, given how
             many rows each of them has.
 
     Returns:
         [T, d'].
     """
-    sent, received, room = _count_traffic(routing, axis, experts_a_rank)
+    sent, received, max_rows = _count_traffic(routing, axis, experts_per_rank)
 
     def run_starts(loads: Loads) -> Loads:
         """Returns the first row of each run of rows, by the other rank and expert."""
         runs = enumerate(loads)
-        return [list(accumulate(run[:-1], initial=i * room)) for i, run in runs]
+        return [list(accumulate(run[:-1], initial=i * max_rows)) for i, run in runs]
 
     first_rows = torch.tensor(list(chain(*run_starts(sent))), device=x.device)
     slots = first_rows[routing.indices] + routing.positions
-    rows = place_rows(x, slots, routing.kept, len(sent) * room)
+    rows = place_rows(x, slots, routing.kept, len(sent) * max_rows)
     if axis is None:  # one rank's queues are in order already
         y = run_experts(rows, sent[0])
         check_rows(y, len(rows))
@@ -269,7 +269,7 @@ def run_without_capacity(
     # all-to-all too, for which the other ranks wait.
     if not len(order):
         y = y + 0 * rows.sum()
-    y = y.new_zeros(len(received) * room, y.shape[1]).index_copy(0, order, y)
+    y = y.new_zeros(len(received) * max_rows, y.shape[1]).index_copy(0, order, y)
     y = all_to_all(y, axis, split_dim=0, concat_dim=0)
     return sum_weighted_rows(y, slots, routing)
 
@@ -280,15 +280,17 @@ class _Traffic(NamedTuple):
     Args:
         sent: for each rank, the rows that this rank sends to each expert there.
         received: for each rank, the rows that it sends to each expert of this rank.
-        room: the most rows that any rank sends to another.
+        max_rows: the most rows that any rank sends to another.
     """
 
     sent: Loads
     received: Loads
-    room: int
+    max_rows: int
 
 
-def _count_traffic(routing: Routing, axis: str | None, experts_a_rank: int) -> _Traffic:
+def _count_traffic(
+    routing: Routing, axis: str | None, experts_per_rank: int
+) -> _Traffic:
     """Exchanges the lengths of queues, and returns how many rows go where."""
     ranks = 1 if axis is None else axis_size(axis)
     local_counts = counts = routing.counts[None]
@@ -305,23 +307,25 @@ def _count_traffic(routing: Routing, axis: str | None, experts_a_rank: int) -> _
     if isinstance(_torch.unwrapped(counts), _torch.FakeTensor) or _torch.fake_active():
         # The load is known only when it runs: plans and recordings take it for even.
         refuse_in_graph("a layer without a capacity sends each expert its tokens")
-        even_load = -(-routing.indices.numel() // (ranks * experts_a_rank))
+        even_load = -(-routing.indices.numel() // (ranks * experts_per_rank))
         return _Traffic(
-            [[even_load] * experts_a_rank] * ranks,
-            [[even_load] * experts_a_rank] * ranks,
-            even_load * experts_a_rank,
+            [[even_load] * experts_per_rank] * ranks,
+            [[even_load] * experts_per_rank] * ranks,
+            even_load * experts_per_rank,
         )
     rank_index = 0 if axis is None else axis_index(axis)
     loads_by_rank = [
         [
-            row[i : i + experts_a_rank]
-            for i in range(0, ranks * experts_a_rank, experts_a_rank)
+            row[i : i + experts_per_rank]
+            for i in range(0, ranks * experts_per_rank, experts_per_rank)
         ]
         for row in counts.tolist()
     ]
-    room = max(sum(run) for loads in loads_by_rank for run in loads)
+    max_rows = max(sum(run) for loads in loads_by_rank for run in loads)
     return _Traffic(
-        loads_by_rank[rank_index], [loads[rank_index] for loads in loads_by_rank], room
+        loads_by_rank[rank_index],
+        [loads[rank_index] for loads in loads_by_rank],
+        max_rows,
     )
 
 

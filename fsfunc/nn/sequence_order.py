@@ -258,7 +258,7 @@ def ring_moves(step: int, cut: SequenceCut) -> tuple[Pairs, ...]:
         tuple(
             (source, target)
             for source, target in hops
-            if any(b.part == part for b in _blocks(source, target, cut))
+            if any(b.part == part for b in _blocks_of_pair(source, target, cut))
         )
         for part in range(cut.parts)
     )
@@ -271,7 +271,7 @@ def ring_blocks(step: int, index: int, cut: SequenceCut) -> tuple[Block, ...]:
     >>> [block[:2] for block in ring_blocks(1, 0, SequenceCut(2, True, 4, None, 0))]
     [(1, 1), (1, 0)]
     """
-    return _blocks((index - step) % cut.size, index, cut)
+    return _blocks_of_pair((index - step) % cut.size, index, cut)
 
 
 @lru_cache(maxsize=1 << 10)
@@ -310,7 +310,7 @@ def _fill_limits(
     return tuple(no_limit if x is None else x for x in limits)
 
 
-def _blocks(source: int, index: int, cut: SequenceCut) -> tuple[Block, ...]:
+def _blocks_of_pair(source: int, index: int, cut: SequenceCut) -> tuple[Block, ...]:
     """Returns the blocks of rank ``index`` with the keys of rank ``source``.
 
     Blocks of a part with the part of the same number come first.

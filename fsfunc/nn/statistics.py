@@ -224,17 +224,17 @@ def _commit_one(
     mean = total / n
     var = (squares - total * mean).clamp(min=0) / (n - 1)
     count = running.count + 1
-    share = 1 / count.double() if momentum is None else momentum
+    batch_weight = 1 / count.double() if momentum is None else momentum
     return RunningStatistics(
-        _interpolate(running.mean, mean, share),
-        _interpolate(running.var, var, share),
+        _interpolate(running.mean, mean, batch_weight),
+        _interpolate(running.var, var, batch_weight),
         count,
     )
 
 
-def _interpolate(old: Tensor, new: Tensor, share: float | Tensor) -> Tensor:
-    """Returns ``old`` with ``share`` of ``new`` in it, added in fp64."""
-    return ((1 - share) * old.double() + share * new).to(old.dtype)
+def _interpolate(old: Tensor, new: Tensor, new_weight: float | Tensor) -> Tensor:
+    """Returns ``old`` with ``new_weight`` of ``new`` in it, added in fp64."""
+    return ((1 - new_weight) * old.double() + new_weight * new).to(old.dtype)
 
 
 def sync_batch_norm(
@@ -245,7 +245,9 @@ def sync_batch_norm(
     eps: float = 1e-5,
     running: RunningStatistics | None = None,
 ) -> tuple[Tensor, Summed | None]:
-    """``batch_norm`` by the statistics of all ranks' ``x`` joined, along any dim but 1.
+    """Normalises channel by channel by the statistics of all ranks' ``x`` together.
+
+    It is ``batch_norm`` of the ranks' ``x`` joined along any dim but 1:
 
     y = weight * (x - mean) / sqrt(var + eps) + bias, with the mean and the biased
     variance of a channel over the ranks of ``axis``; or, with ``running``, with those.

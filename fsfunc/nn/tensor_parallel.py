@@ -146,7 +146,7 @@ def row_linear(
     torch.Size([2, 3])
     """
     local_weight, axis = local_part("row_linear", weight, (1,))
-    _check_whole(bias)
+    _check_not_split(bias)
     sequence_dim = _check_sequence_dim("row_linear", x, axis, sequence_dim)
     if axis is None:
         return F.linear(x, local_weight, bias)
@@ -303,7 +303,7 @@ def _check_sequence_dim(
     return None
 
 
-def _check_whole(bias: ParamLeaf | None) -> None:
+def _check_not_split(bias: ParamLeaf | None) -> None:
     """Raises ValueError if a bias is split."""
     if isinstance(bias, Sharded) and bias.layout.splits:
         raise ValueError(

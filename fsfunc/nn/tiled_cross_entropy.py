@@ -39,7 +39,9 @@ from fsfunc.nn.tensor_parallel import local_part, token_dim
 from fsfunc.nn.token_losses import Targets, TokenLoss
 from fsfunc.sharded.leaf import Sharded
 
-_CLASSES_A_CAST = 2**13  # rows of the weight's gradient that are cast and added at once
+_CLASSES_PER_CAST = (
+    2**13
+)  # rows of the weight's gradient that are cast and added at once
 
 
 class _Gradients:
@@ -68,7 +70,7 @@ class _Gradients:
         # The sum is in fp32, but the product is in the dtype of x: it is added some
         # classes at a time, so that it is never there as a whole beside the sum.
         for p_columns, dw_rows in zip(
-            p.split(_CLASSES_A_CAST, 1), self.dw.split(_CLASSES_A_CAST), strict=True
+            p.split(_CLASSES_PER_CAST, 1), self.dw.split(_CLASSES_PER_CAST), strict=True
         ):
             dw_rows.add_(p_columns.T @ x)
 
@@ -198,10 +200,8 @@ class TiledSums(torch.autograd.Function):
                 x, w, index, is_local, lse, ctx.tiles, *cotangents
             )
         else:
-            needs, targets = (
-                ctx.needs_input_grad[:2],
-                Targets(index, is_local, is_local),
-            )
+            needs = ctx.needs_input_grad[:2]
+            targets = Targets(index, is_local, is_local)
             gradients = _pull_back_by_tiles(
                 x, w, targets, lse, cotangents, ctx.tiles, needs
             )
@@ -271,7 +271,7 @@ def _pull_back_by_tiles(
 
 
 _LAYER = "linear_cross_entropy"
-_LOGITS_A_TILE = 2**25  # logits in a tile: 128 MiB in fp32
+_LOGITS_PER_TILE = 2**25  # logits in a tile: 128 MiB in fp32
 
 
 def linear_cross_entropy(
@@ -378,7 +378,7 @@ def linear_cross_entropy(
         dtype = torch.promote_types(sum_dtype(x), sum_dtype(local_weight))
         x, local_weight = (F.normalize(y.to(dtype), dim=-1) for y in (x, local_weight))
         x, shift = scale * x, -scale * margin
-    tiles = Tiles(tile or max(16, _LOGITS_A_TILE // loss.local_classes), shift, loss)
+    tiles = Tiles(tile or max(16, _LOGITS_PER_TILE // loss.local_classes), shift, loss)
     if reduction != "none" and _computes_gradients_forward(x, local_weight):
         anchor = x[:0].sum() + local_weight[:0].sum()
         return LossAndGradients.apply(

@@ -1,8 +1,8 @@
 """Assertions for tests of sharded steps, and of your own transforms and collectives.
 
-Each checks one law; its docstring says what it compares. `fsfunc.testing.strategies`
-has strategies of hypothesis for meshes, models and stacks. Law 1, that a transformed
-step equals the plain one on one device, is ten lines:
+Each assertion checks one law; its docstring says what it compares.
+`fsfunc.testing.strategies` draws meshes, models and stacks for hypothesis. Law 1, that
+a transformed step equals the plain one on one device, is ten lines:
 
 >>> from hypothesis import given, settings
 >>> import fsfunc as ff
@@ -20,25 +20,25 @@ step equals the plain one on one device, is ten lines:
 A collective has `check_collective`; what a step sends, `assert_cost`. An optimizer is
 tested as a step, ``optimizer(drawn.gradient)``, whose state is a ``TrainState``.
 
-one_device.py       law 1 of any transform
+one_device.py       assert_equals_one_device: law 1 of any transform
 step_runs.py        calls of a step on one device and on ranks
 proofs.py           prove: law 1 in a finite field, as a report
 mistakes.py         the ten commonest mistakes, as explanations of a difference
 parting.py          first_difference: the first value at which two steps part
-observed_runs.py    runs that keep what each unit is given, returns and owes
-recomputed_values.py    what a unit computes, and computes again
-alignment.py        values of parts of the batch beside those of other parts
-observed_differences.py what was seen of two steps, compared in order
-places.py           a place in a step, in words
+observed_runs.py    runs under observers, which save the values of all units
+recomputed_values.py    the values inside a unit, and those of its recompute
+alignment.py        comparison of values that two runs cut differently
+observed_differences.py comparison of two runs' values in order
+places.py           FirstDifference: a place in a step, in words
 comparing.py        comparison of trees; data whose sums are exact
-finite_field/       exact(): steps computed in a finite field
-costs.py            assert_cost: what a step sends; live_bytes
+finite_field/       exact: steps computed in a finite field
+costs.py            assert_cost: what a step sends; live_bytes: its memory
 transposes.py       check_collective, by typed dot products
 rank_checks.py      check_replicated; check_batch; check_types
 nan_checks.py       finite: where NaN came from; poison: NaN in unwritten memory
 recordings/         recorded, replay: one rank's call again, without the others
-drawn_models.py     what hypothesis draws
-strategies.py   what hypothesis draws
+drawn_models.py     the models, steps and stacks that strategies draw
+strategies.py       strategies of hypothesis
 """
 
 from fsfunc.runtime.lazy_imports import later_names as _later_names

@@ -41,10 +41,8 @@ class Verdict:
 
 def compare_values(key: ValueKey, ours: RunLog, theirs: RunLog, near: Near) -> Verdict:
     """Compares a value of two runs; names the parts of ``theirs`` that are wrong."""
-    our_values, their_values = (
-        _values_in_order(key, ours),
-        _values_in_order(key, theirs),
-    )
+    our_values = _values_in_order(key, ours)
+    their_values = _values_in_order(key, theirs)
     if our_values is None or their_values is None:
         return Verdict(None)
     (_, xs), (parts, ys) = our_values, their_values
@@ -120,9 +118,10 @@ class _AlignedParts:
         our_candidates, shapes_fit = [*self._candidates(self.ours)], False
         for their_way, y in self._candidates(self.theirs):
             for our_way, x in our_candidates:
-                # What is assembled in both runs is so in one way.
-                alike = our_way == their_way or "one" in (our_way, their_way)
-                if alike and x.shape == y.shape:
+                # Both runs assemble a value from parts in the same way, if both do:
+                # "one" is a value that was not assembled.
+                same_way = our_way == their_way or "one" in (our_way, their_way)
+                if same_way and x.shape == y.shape:
                     shapes_fit = True
                     if self.is_near(x, y):
                         return Verdict()
@@ -159,6 +158,7 @@ class _AlignedParts:
             yield "one", first
             return
         same_shape = all(x.shape == first.shape for x in values)
+        # Equal cotangents of parts still add up, as equal values do not.
         if (
             not is_cotangent
             and same_shape

@@ -117,11 +117,12 @@ def _compare_costs(
         comparisons += [
             (f"collectives {op!r}", ops[op], count) for op, count in collectives.items()
         ]
-        by_axis_too = {key.partition(" ")[0] for key in collectives}
-        unnamed = [kind for kind in op_keys if kind[0] not in collectives]
-        unexpected = {kind[kind[0] in by_axis_too] for kind in unnamed} - set(
-            collectives
-        )
+        # What was sent and is not named is compared with 0: an op that is named over
+        # some axes, over each other axis; an op that is not named, as a whole.
+        named_ops = {key.partition(" ")[0] for key in collectives}
+        unnamed = [names for names in op_keys if names[0] not in collectives]
+        unexpected = {names[names[0] in named_ops] for names in unnamed}
+        unexpected -= set(collectives)
         comparisons += [
             (f"collectives {op!r}", ops[op], 0) for op in sorted(unexpected)
         ]

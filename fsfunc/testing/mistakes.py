@@ -89,10 +89,8 @@ def explain(case: Case) -> str:
 
 def _explain_shape(case: Case) -> str:
     """Explains a shape by a gather that is missing, or one too many."""
-    expected_shape, actual_shape = (
-        tuple(case.expected.shape),
-        tuple(case.actual[0].shape),
-    )
+    expected_shape = tuple(case.expected.shape)
+    actual_shape = tuple(case.actual[0].shape)
     if len(expected_shape) == len(actual_shape):
         for dim, (expected_size, actual_size) in enumerate(
             zip(expected_shape, actual_shape, strict=True)

@@ -77,7 +77,7 @@ class _Finite(Interpretation):
         unit_name = f"unit {call.name!r}"
         cotangent_text = f"the cotangent of what {unit_name} returns is"
 
-        def checked(params: Any, /, *inputs: Any, **keywords: Any) -> Any:
+        def checked(params: PyTree, /, *inputs: PyTree, **keywords: PyTree) -> PyTree:
             check_finite(params, f"{unit_name} is given", "parameter ")
             check_finite((inputs, keywords), f"{unit_name} is given")
             out = run(params, *inputs, **keywords)

@@ -57,7 +57,7 @@ class LogComparison:
 
     # What the calls return
 
-    def returned(self) -> FirstDifference | None:
+    def first_returned(self) -> FirstDifference | None:
         """Returns the first leaf that differs in the results of the calls, or None."""
         for call in range(self.caller.count):
             expected = self.ours.outputs[0][call]
@@ -73,7 +73,7 @@ class LogComparison:
                     tree.leaves(outputs[call]) for outputs in self.in_float64.outputs
                 ]
             for i, (path, x) in enumerate(zip(paths, leaves, strict=True)):
-                is_near = self._near([(x, float64_leaves[0][i])])
+                is_near = self._make_is_near([(x, float64_leaves[0][i])])
                 ranks = [
                     rank
                     for rank, their_leaves in enumerate(leaves_by_rank)
@@ -106,7 +106,7 @@ class LogComparison:
         It also counts what agreed, and what could not be compared.
         """
         equal = uncompared = 0
-        for check in self._in_order(returned.call):
+        for check in self._ordered_checks(returned.call):
             verdict, place = check()
             if verdict.agrees is False:
                 place = _with_rank_and_microbatch(
@@ -128,14 +128,14 @@ class LogComparison:
             uncompared=uncompared,
             seen=returned.seen or bool(equal or uncompared),
             gradient_calls=len(gradient_calls),
-            unmatched=self._unmatched(returned.call),
+            unmatched=self._describe_unmatched(returned.call),
         )
 
-    def _unmatched(self, last: int) -> str:
+    def _describe_unmatched(self, last: int) -> str:
         """Returns a sentence on the first unit call that only one step makes, or ""."""
         first, second = (
-            {run for run in side.unit_runs if run.call <= last}
-            for side in (self.ours, self.theirs)
+            {run for run in log.unit_runs if run.call <= last}
+            for log in (self.ours, self.theirs)
         )
         if not first ^ second:
             return ""
@@ -144,11 +144,13 @@ class LogComparison:
         unit_call = describe_unit_call(run.path, run.numbers)
         return f"{unit_call} was seen in the {ordinal} step alone"
 
-    def _in_order(self, last: int) -> Iterator[Check]:
+    def _ordered_checks(self, last: int) -> Iterator[Check]:
         """Yields the checks of all values up to call ``last``, in order."""
         checks: list[tuple[tuple[Any, ...], Check]] = []
         for key in self.ours.values.keys() & self.theirs.values.keys():
-            checks.append((_position_in_call(key), lambda key=key: self._value(key)))
+            checks.append(
+                (_position_in_call(key), lambda key=key: self._compare_value(key))
+            )
         for log in (self.ours, self.theirs):
             for run in log.recomputed:
                 by_part = log.recomputed[run].values()
@@ -159,17 +161,19 @@ class LogComparison:
                 )
                 position = (*run.numbers, units_before - 0.5)  # between units inside
                 order = run.call, run.segment, 1, run.repeat, position
-                check_recompute = lambda run=run, log=log: self._recompute(run, log)  # noqa: E731
-                checks.append((order, check_recompute))
+                report = lambda run=run, log=log: self._report_recompute(run, log)  # noqa: E731
+                checks.append((order, report))
         for number, key in enumerate(self.ours.gradient_results):
             if key in self.theirs.gradient_results:
                 order = *key[:2], 3, number
-                checks.append((order, lambda key=key: self._gradient_result(key)))
+                checks.append(
+                    (order, lambda key=key: self._compare_gradient_result(key))
+                )
         for (call, *_), check in sorted(checks, key=lambda pair: pair[0]):
             if call <= last:
                 yield check
 
-    def _value(self, key: ValueKey) -> tuple[Verdict, FirstDifference]:
+    def _compare_value(self, key: ValueKey) -> tuple[Verdict, FirstDifference]:
         """Compares a value of a unit."""
         pairs = [
             (
@@ -181,15 +185,17 @@ class LogComparison:
             for part, by_rank in self.ours.values[key].items()
             for rank, observed in by_rank.items()
         ]
-        is_near = self._near(pairs)
+        is_near = self._make_is_near(pairs)
         verdict = compare_values(key, self.ours, self.theirs, is_near)
         if verdict.needs_parts:
-            verdict = self._of_parts(key, is_near)
+            verdict = self._compare_parts(key, is_near)
         return verdict, place_of_value(key)
 
-    def _recompute(self, run: UnitRun, side: RunLog) -> tuple[Verdict, FirstDifference]:
+    def _report_recompute(
+        self, run: UnitRun, log: RunLog
+    ) -> tuple[Verdict, FirstDifference]:
         """Reports a recompute that computed something else than its forward."""
-        by_part = side.recomputed[run]
+        by_part = log.recomputed[run]
         parts_and_ranks = [
             (part, rank)
             for part, by_rank in sorted(by_part.items())
@@ -208,7 +214,7 @@ class LogComparison:
             run, "recompute", value, ""
         )
 
-    def _gradient_result(
+    def _compare_gradient_result(
         self, key: tuple[int, int, str | None]
     ) -> tuple[Verdict, FirstDifference]:
         """Compares the loss, or a leaf of the gradients, of a gradient call."""
@@ -217,7 +223,7 @@ class LogComparison:
         call, segment, leaf = key
         log = self.in_float64
         float64_values = {} if log is None else log.gradient_results.get(key, {})
-        is_near = self._near(
+        is_near = self._make_is_near(
             [(x, float64_values.get(rank)) for rank, x in our_results.items()]
         )
         candidates = (
@@ -248,7 +254,7 @@ class LogComparison:
 
     # Contributions to means
 
-    def _of_parts(self, key: ValueKey, is_near: Near) -> Verdict:
+    def _compare_parts(self, key: ValueKey, is_near: Near) -> Verdict:
         """Compares each part of theirs with what our step makes of its rows alone."""
         if self.ours.mesh is not None:
             return Verdict(False)
@@ -258,7 +264,7 @@ class LogComparison:
         if any(n % part.count for part in self.theirs.values[key] for n in row_counts):
             return Verdict(None)  # unequal parts are weighted by their rows
         for part, by_rank in sorted(self.theirs.values[key].items()):
-            value_alone = self._alone(key, part, min(by_rank))
+            value_alone = self._value_of_part(key, part, min(by_rank))
             for rank, observed in by_rank.items():
                 if value_alone is None:
                     return Verdict(False)
@@ -273,7 +279,9 @@ class LogComparison:
             return Verdict(False, wrong)
         return Verdict(None)
 
-    def _alone(self, key: ValueKey, part: BatchPart, rank: int) -> Tensor | None:
+    def _value_of_part(
+        self, key: ValueKey, part: BatchPart, rank: int
+    ) -> Tensor | None:
         """Returns our step's value from the rows of one part, if the unit runs then."""
         state, caller = self.state, self.caller
         if caller.next_state is not None and key.run.call:
@@ -300,7 +308,7 @@ class LogComparison:
             return None
         return self.in_float64.values.get(key, {}).get(part, {}).get(rank)
 
-    def _near(self, pairs: Sequence[tuple[Any, Any]]) -> Near:
+    def _make_is_near(self, pairs: Sequence[tuple[Leaf, Leaf]]) -> Near:
         """Returns a function that tells whether a value is near to ours.
 
         Args:
@@ -308,22 +316,22 @@ class LogComparison:
         """
         if self.in_float64 is None:
             return _equal
-        slack = 0.0
+        tolerance = 0.0
         for x, y in pairs:
             if isinstance(x, Tensor) and x.numel() and _rounds(x):
                 size = float(x.detach().abs().max())
-                slack = max(slack, _FACTOR * torch.finfo(x.dtype).eps * size)
+                tolerance = max(tolerance, _FACTOR * torch.finfo(x.dtype).eps * size)
                 if isinstance(y, Tensor):
                     error = _FACTOR * float((x.detach() - y.detach()).abs().max())
-                    slack = max(slack, min(error, _MAX_ERROR * size))
-        slack = slack if math.isfinite(slack) else 0.0
+                    tolerance = max(tolerance, min(error, _MAX_ERROR * size))
+        tolerance = tolerance if math.isfinite(tolerance) else 0.0
 
         def near(x: Tensor, y: Tensor) -> bool:
             if not (_rounds(x) and _rounds(y)):
                 return torch.equal(x, y)
             kind = torch.complex128 if x.is_complex() else torch.float64
             x, y = x.to(kind), y.to(kind)
-            return torch.allclose(x, y, 0.0, slack, equal_nan=True)
+            return torch.allclose(x, y, 0.0, tolerance, equal_nan=True)
 
         return near
 
@@ -332,10 +340,8 @@ def _with_rank_and_microbatch(
     place: FirstDifference, wrong: Sequence[tuple[BatchPart, int]]
 ) -> FirstDifference:
     """Adds the rank, and the microbatch, if all wrong parts have the same one."""
-    ranks, microbatches = (
-        {rank for _, rank in wrong},
-        {part.microbatch for part, _ in wrong},
-    )
+    ranks = {rank for _, rank in wrong}
+    microbatches = {part.microbatch for part, _ in wrong}
     if len(ranks) == 1:
         place = replace(place, rank=min(ranks))
     if len(microbatches) == 1 and (microbatch := min(microbatches))[1] > 1:

@@ -222,11 +222,11 @@ def observe(
 ) -> RunLog:
     """Calls a step under observers, on one device or on simulated ranks."""
     log = RunLog(mesh, axes, budget)
-    watched = transformed(step, OuterObserver(log))
+    observed_step = transformed(step, OuterObserver(log))
     if mesh is None:
-        log.outputs = [caller.on_one_device(watched, state, batch)]
+        log.outputs = [caller.on_one_device(observed_step, state, batch)]
     else:
-        log.outputs = caller.on_ranks(watched, mesh, axes, state, batch).outputs
+        log.outputs = caller.on_ranks(observed_step, mesh, axes, state, batch).outputs
     return log
 
 
@@ -242,7 +242,7 @@ def _is_hidden(f: Frame) -> bool:
     return f.tracer is not None or compiles_step
 
 
-def _rank() -> int:
+def _current_rank() -> int:
     here = maybe_here()
     return 0 if here is None else here.rank
 
@@ -270,6 +270,9 @@ class OuterObserver(Interpretation):
 
     called = "watched"
 
+    log: RunLog
+    observer: _InnermostObserver
+
     def __init__(self, log: RunLog):
         self.log, self.observer = log, _InnermostObserver(log)
 
@@ -281,10 +284,10 @@ class OuterObserver(Interpretation):
     ) -> Any:
         if without_values():
             return super().call(f, args, keywords)
-        position = self.observer.positions[_rank()]
+        position = self.observer.positions[_current_rank()]
         position.call, position.segment = position.call + 1, 0
         position.times.clear()
-        self.observer.forwards[_rank()].clear()
+        self.observer.forwards[_current_rank()].clear()
         outer = frame()
         # Calls outside of gradient calls are numbered from 0 too.
         observed_frame = outer.replace(
@@ -297,7 +300,7 @@ class OuterObserver(Interpretation):
         if _is_hidden(call.frame):
             return run
 
-        def observed(params: Any, /, *inputs: Any, **keywords: Any) -> Any:
+        def observed(params: PyTree, /, *inputs: PyTree, **keywords: PyTree) -> PyTree:
             if without_values():
                 return run(params, *inputs, **keywords)
             observed_run = _ObservedRun(
@@ -315,7 +318,7 @@ class OuterObserver(Interpretation):
         def observed(call: GradientCall) -> Outcome:
             if without_values() or frame().in_loss or _is_hidden(frame()):
                 return run(call)
-            rank = _rank()
+            rank = _current_rank()
             position = self.observer.positions[rank]
             position.segment += 1
             outcome = run(call)
@@ -376,7 +379,7 @@ class _InnermostObserver(Interpretation):
         def observed(call: GradientCall) -> Outcome:
             if without_values() or frame().in_loss or _is_hidden(frame()):
                 return run(call)
-            position = self.positions[_rank()]
+            position = self.positions[_current_rank()]
             position.cotangent = call.cotangent
             outcome, f = run(call), frame()
             if outcome.weight is not None:
@@ -401,7 +404,7 @@ class _InnermostObserver(Interpretation):
         if _is_hidden(call.frame):
             return run
 
-        def observed(params: Any, /, *inputs: Any, **keywords: Any) -> Any:
+        def observed(params: PyTree, /, *inputs: PyTree, **keywords: PyTree) -> PyTree:
             if without_values():
                 return run(params, *inputs, **keywords)
             observed_run = _ObservedRun(self, call.frame, (call.numbers, call.path))
@@ -428,38 +431,36 @@ class _ObservedRun:
         self,
         observer: _InnermostObserver,
         f: Frame,
-        numbers_and_path: Any,
+        numbers_and_path: tuple[tuple[int, ...], tuple[str, ...]],
         around: str = "",
     ):
-        self.rank = _rank()
+        self.rank = _current_rank()
         self.observer, self.is_recompute = observer, running().recompute
         log, position = observer.log, observer.positions[self.rank]
         # ``accumulate`` within ``pipeline`` numbers microbatches in another order than
         # their rows have in the batch: no part can be named.
         transforms = [h.called for h in f.handlers]
+        has_pipeline = "pipeline" in transforms
         inner_transforms = (
-            transforms[transforms.index("pipeline") :]
-            if "pipeline" in transforms
-            else ()
+            transforms[transforms.index("pipeline") :] if has_pipeline else ()
         )
         self.in_order = "accumulate" not in inner_transforms
         rows_index = log.rows_index(self.rank)
-        index, count = (
-            row_major((rows_index, *f.micro)),
-            math.prod(n for _, n in f.micro),
-        )
+        index = row_major((rows_index, *f.micro))
+        count = math.prod(n for _, n in f.micro)
         microbatch = row_major(f.micro), count
         self.part = BatchPart(index, rows_index[1] * count, microbatch)
         log.averages_ranks = log.averages_ranks or bool(f.batch_places)
         ranks = (
             math.prod(n for _, n in f.batch_places) if f.batch_places else rows_index[1]
         )
-        self.scale = ranks * count, position.cotangent
+        # The step's loss is the mean of as many losses: see ``RunLog.contribution``.
+        self.cotangent_scale = ranks * count, position.cotangent
         place = position.call, position.segment, *numbers_and_path
         repeat_key = (*place, self.part, self.is_recompute, around)
         run = UnitRun(*place[:2], position.times[repeat_key], *place[2:])
         position.times[repeat_key] += 1
-        self.run, self.key = run, (run, self.part, self.rank)
+        self.run, self.run_key = run, (run, self.part, self.rank)
 
     def __call__(
         self,
@@ -483,11 +484,11 @@ class _ObservedRun:
         # backward needs is there.
         finally:
             forwards = self.observer.forwards[self.rank]
-            made = [*arguments, *recorder.values]
+            values = [*arguments, *recorder.values]
             if not self.is_recompute:
-                forwards[self.key] = made
-            elif (forward := forwards.pop(self.key, None)) is not None:
-                if (unlike_value := find_unlike(forward, made)) is not None:
+                forwards[self.run_key] = values
+            elif (forward := forwards.pop(self.run_key, None)) is not None:
+                if (unlike_value := find_unlike(forward, values)) is not None:
                     by_part = self.observer.log.recomputed.setdefault(self.run, {})
                     by_part.setdefault(self.part, {})[self.rank] = unlike_value
         paths, leaves, structure = tree.flatten_with_paths(out)
@@ -529,7 +530,7 @@ class _ObservedRun:
                 key,
                 self.part,
                 self.rank,
-                ObservedValue(log.budget.copy(x), *self.scale),
+                ObservedValue(log.budget.copy(x), *self.cotangent_scale),
             )
 
     def _cotangent_noter(self, kind: str, path: str) -> Callable[[Tensor], None]:

@@ -182,10 +182,8 @@ class Comparison:
             )
         if self.calls < 1:
             raise ValueError(f"calls={self.calls}: nothing would be compared")
-        generator_state, copies = (
-            torch.get_rng_state(),
-            (copy_tensors(state), copy_tensors(batch)),
-        )
+        generator_state = torch.get_rng_state()
+        copies = (copy_tensors(state), copy_tensors(batch))
         expected = self.caller.on_one_device(self.step, state, batch)
         # The ranks would start from a state that the plain step has changed.
         if write := describe_write(copies, state, batch):

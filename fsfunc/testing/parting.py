@@ -155,26 +155,26 @@ class StepPair:
         generator_state = torch.get_rng_state()
         logs = []
         for step, mesh in zip((self.a, self.b), self.meshes, strict=True):
-            logs.append(self._observed(step, mesh, state, batch))
+            logs.append(self._observe(step, mesh, state, batch))
             torch.set_rng_state(generator_state)
         ours, theirs, float64_log = *logs, None
         # In floats each value may be off by its own rounding: a run in float64 tells by
         # how much.
         if not is_exact():
             state64, batch64 = (tree.map(_to_float64, x) for x in (state, batch))
-            float64_log = self._observed(self.a, self.meshes[0], state64, batch64)
+            float64_log = self._observe(self.a, self.meshes[0], state64, batch64)
             torch.set_rng_state(generator_state)
         comparison = LogComparison(
             self.a, self.caller, state, batch, ours, theirs, float64_log
         )
-        returned = comparison.returned()
+        returned = comparison.first_returned()
         if returned is None:
             return None
         first = comparison.first(returned)
         torch.set_rng_state(generator_state)
         return first
 
-    def _observed(
+    def _observe(
         self,
         step: Callable[..., Any],
         mesh: Mesh | None,

@@ -95,9 +95,9 @@ def check_batch(batch: PyTree, axis: Axis, name: str = "the batch") -> None:
             if problems:
                 lines.append(f"  rank {rank} {path!r}: {', '.join(problems)}")
     if lines:
-        rest = [f"  and {len(lines) - _SHOWN} more"] if len(lines) > _SHOWN else []
+        omitted = [f"  and {len(lines) - _SHOWN} more"] if len(lines) > _SHOWN else []
         title = f"{name} is not what a step expects:"
-        raise OddBatch("\n".join([title, *lines[:_SHOWN], *rest]))
+        raise OddBatch("\n".join([title, *lines[:_SHOWN], *omitted]))
 
 
 def _has_values(x: Leaf) -> bool:
@@ -216,9 +216,9 @@ def _describe_difference(name: str, x: Leaf, ranks: RankGroup) -> str:
         f"  at {index} rank {rank} has {row[first].item()!r}"
         for rank, row in zip(ranks.ranks, values_of_ranks, strict=True)
     ]
-    rest = [f"  and {len(lines) - _SHOWN} more ranks"] if len(lines) > _SHOWN else []
+    omitted = [f"  and {len(lines) - _SHOWN} more ranks"] if len(lines) > _SHOWN else []
     advice = "sum or average it over the axis, or send one rank's by ff.pbroadcast"
-    return "\n".join([f"{opening}: {advice}", *lines[:_SHOWN], *rest])
+    return "\n".join([f"{opening}: {advice}", *lines[:_SHOWN], *omitted])
 
 
 def check_types(

@@ -41,6 +41,9 @@ class UnitRecorder(TorchFunctionMode):
         copy_value: copies a value.
     """
 
+    numbers: tuple[int, ...]
+    copy_value: Callable[[Tensor], Tensor]
+
     def __init__(
         self, numbers: tuple[int, ...], copy_value: Callable[[Tensor], Tensor]
     ):
@@ -106,5 +109,5 @@ def values_agree(x: Tensor, y: Tensor) -> bool:
     with _torch.beneath_all_modes(), torch.no_grad():
         if is_bitwise or torch.equal(x, y):
             return torch.equal(x, y)
-        slack = torch.finfo(x.dtype).eps ** 0.75  # kernels may add in any order
-        return torch.allclose(x, y, slack, slack, equal_nan=True)
+        tolerance = torch.finfo(x.dtype).eps ** 0.75  # kernels may add in any order
+        return torch.allclose(x, y, tolerance, tolerance, equal_nan=True)

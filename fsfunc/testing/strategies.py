@@ -29,12 +29,12 @@ except ImportError as error:  # fsfunc itself does not depend on hypothesis
 
 
 Strategy = st.SearchStrategy
-seeds = st.integers(0, 2**20)
+seeds: Strategy[int] = st.integers(0, 2**20)
 
 
 @st.composite
 def meshes(
-    draw: Any,
+    draw: st.DrawFn,
     names: Sequence[str] = ("data", "node", "model"),
     *,
     max_axes: int = 2,
@@ -62,7 +62,7 @@ def meshes(
 
 
 @st.composite
-def axes(draw: Any, mesh: Mesh) -> Axis:
+def axes(draw: st.DrawFn, mesh: Mesh) -> Axis:
     """Draws one axis of a mesh, or several in any order; shrinks to its first one."""
     names = list(mesh.axes)
     if len(names) == 1 or not draw(st.booleans()):
@@ -84,7 +84,7 @@ def shapes(
 
 @st.composite
 def layouts(
-    draw: Any,
+    draw: st.DrawFn,
     mesh: Mesh,
     shape: Sequence[int],
     dtype: torch.dtype = torch.float32,
@@ -123,7 +123,9 @@ def layouts(
 
 
 @st.composite
-def tensors(draw: Any, shape: Strategy[tuple[int, ...]], dtype: torch.dtype) -> Tensor:
+def tensors(
+    draw: st.DrawFn, shape: Strategy[tuple[int, ...]], dtype: torch.dtype
+) -> Tensor:
     """Draws tensors of integers in a dtype; they shrink to zeros."""
     drawn_shape = draw(shape)
     seed = draw(st.one_of(st.none(), seeds))
@@ -217,7 +219,7 @@ def train_steps(*, frozen: bool = False, outside: bool = True) -> Strategy[Drawn
 
 
 @st.composite
-def orders(draw: Any, kinds: Sequence[str]) -> tuple[str, ...]:
+def orders(draw: st.DrawFn, kinds: Sequence[str]) -> tuple[str, ...]:
     """Draws orders of transforms with "shard" among them, the innermost first.
 
     "donate", which is for train steps, comes last: around all others.
@@ -229,7 +231,7 @@ def orders(draw: Any, kinds: Sequence[str]) -> tuple[str, ...]:
 
 @st.composite
 def transform_stacks(
-    draw: Any, mesh: Mesh, kinds: Sequence[str] = ("remat", "accumulate")
+    draw: st.DrawFn, mesh: Mesh, kinds: Sequence[str] = ("remat", "accumulate")
 ) -> DrawnStack:
     """Draws ``shard`` with any options, and other transforms around and within it.
 
@@ -266,7 +268,7 @@ def transform_stacks(
 
 @st.composite
 def valid_schedules(
-    draw: Any,
+    draw: st.DrawFn,
     ranks: int | None = None,
     n_stages: int | None = None,
     n_microbatches: int | None = None,

@@ -254,10 +254,8 @@ class _Check:
     def _explain_ratio(
         self, left: Fraction, right: Fraction, pulled_back: Sequence[Tensor]
     ) -> str:
-        size, ratio = (
-            self.mesh.axis_size(self.axis),
-            right / left if left else Fraction(0),
-        )
+        size = self.mesh.axis_size(self.axis)
+        ratio = right / left if left else Fraction(0)
         if ratio == size:
             return f", {size} times too large: it sums over ranks what is one value"
         if ratio and ratio * size == 1:
@@ -317,8 +315,7 @@ def draw_typed(
     axis: Axis,
     generator: torch.Generator,
 ) -> PerRank:
-    """Draws integers in float64 for every rank; equal in a group, if it is one "
-    "value."""
+    """Draws integers in float64 for every rank; equal in a group if one value."""
     keys = [mesh.members(axis, r) if is_one_value else r for r in range(mesh.size)]
     drawn: dict[object, Tensor] = {}
     for key in keys:

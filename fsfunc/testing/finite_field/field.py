@@ -35,11 +35,11 @@ PRIME = 33554393
 """The largest prime below 2^25: a product of two residues is exact in float64."""
 
 BITS = 25
-_COMPANION = 2.0**BITS
-_KIND = 2.0 ** (2 * BITS)
-_LARGEST = 2 * _KIND  # all numbers are below it
+_COMPANION_UNIT = 2.0**BITS
+_KIND_UNIT = 2.0 ** (2 * BITS)
+_LARGEST = 2 * _KIND_UNIT  # all numbers are below it
 
-MINUS_INFINITY = _COMPANION * PRIME + 1.0
+MINUS_INFINITY = _COMPANION_UNIT * PRIME + 1.0
 """The number whose exponential is 0: minus infinity, and constants below -1e29."""
 
 # How near, relative to itself, a float of each dtype is to the fraction that was meant,
@@ -52,7 +52,7 @@ _TOLERANCES = {
 }
 
 
-INFINITY = _KIND + PRIME - 1.0
+INFINITY = _KIND_UNIT + PRIME - 1.0
 """The number that is larger than all others in the order of the field."""
 
 
@@ -92,7 +92,7 @@ def constant(value: float, dtype: torch.dtype = torch.float64) -> float:
 
 
 def _simplest_near(x: Fraction, tolerance: Fraction) -> Fraction:
-    """Returns the fraction of the smallest denominator within ``near`` of ``x``."""
+    """Returns the fraction of least denominator within ``tolerance`` of ``x``."""
     if x.denominator == 1:  # a whole number is the simplest already
         return x
     low, high = sorted((x * (1 - tolerance), x * (1 + tolerance)))
@@ -113,22 +113,19 @@ def simplest_fraction_between(low: Fraction, high: Fraction) -> Fraction:
     return whole + 1 / simplest_fraction_between(1 / (high - whole), 1 / (low - whole))
 
 
-def small_fraction(strip_companions: int) -> Fraction | None:
+def small_fraction(residue: int) -> Fraction | None:
     """Returns the fraction of small numbers with this residue, or None.
 
     By the extended Euclidean algorithm, stopped where the remainder is small.
 
-    >>> fraction(int(constant(-2 / 3)))
+    >>> small_fraction(int(constant(-2 / 3)))
     Fraction(-2, 3)
     """
-    (low, low_factor), (high, high_factor) = (PRIME, 0), (strip_companions % PRIME, 1)
+    (low, low_factor), (high, high_factor) = (PRIME, 0), (residue % PRIME, 1)
     while high > 1000:
-        low, low_factor, high, high_factor = (
-            high,
-            high_factor,
-            low % high,
-            low_factor - low // high * high_factor,
-        )
+        quotient = low // high
+        low, high = high, low % high
+        low_factor, high_factor = high_factor, low_factor - quotient * high_factor
     return Fraction(high, high_factor) if 0 < abs(high_factor) <= 1000 else None
 
 
@@ -253,12 +250,12 @@ def scramble(x: Tensor, salt: int) -> Tensor:
 
 def has_companions(x: Tensor) -> bool:
     """Returns whether some number has a companion."""
-    return bool(x.numel()) and bool(x.max() >= _COMPANION)
+    return bool(x.numel()) and bool(x.max() >= _COMPANION_UNIT)
 
 
 def strip_companions(x: Tensor) -> Tensor:
     """Returns the residues of numbers, without companions."""
-    return torch.remainder(x, _COMPANION) if has_companions(x) else x
+    return torch.remainder(x, _COMPANION_UNIT) if has_companions(x) else x
 
 
 def lift(x: Tensor) -> Tensor:
@@ -310,10 +307,14 @@ class Field:
         decisions: the answers of comparisons of single numbers, in their order.
 
     >>> field, x = Field(0), torch.tensor([3.0, 4.0], dtype=torch.float64)
-    >>> y = field.root(field.function("anything", x))
-    >>> torch.equal(field.square(y), field.function("anything", x))
+    >>> y = field.root(field.random_function("anything", x))
+    >>> torch.equal(field.square(y), field.random_function("anything", x))
     True
     """
+
+    functions: int
+    divisions: int
+    order_factor: float
 
     def __init__(self, seed: int):
         self.seed = seed
@@ -365,7 +366,7 @@ class Field:
         drawn = self._random_exp(strip_companions(x))
         if not has_companions(x):
             return drawn
-        companion = torch.remainder(torch.floor(x / _COMPANION), _COMPANION)
+        companion = torch.remainder(torch.floor(x / _COMPANION_UNIT), _COMPANION_UNIT)
         return torch.where(_knows_exponential(x), modulo(companion), drawn)
 
     def _random_exp(self, x: Tensor) -> Tensor:
@@ -380,7 +381,9 @@ class Field:
         """Returns numbers of these residues and exponentials."""
         companion = torch.where(exponential == 0, float(PRIME), exponential)
         # Numbers whose exponential is 0 are all the same number, minus infinity.
-        return torch.where(exponential == 0, MINUS_INFINITY, x + _COMPANION * companion)
+        return torch.where(
+            exponential == 0, MINUS_INFINITY, x + _COMPANION_UNIT * companion
+        )
 
     def attach_exponential(self, x: Tensor) -> Tensor:
         """Returns ``x`` with its exponentials as companions.
@@ -443,7 +446,9 @@ class Field:
         random_root = self.random_function("sqrt", x)
         own_root = x <= 1  # 0 and 1
         with_radicand = (
-            random_root + _COMPANION * torch.where(x == 0, float(PRIME), x) + _KIND
+            random_root
+            + _COMPANION_UNIT * torch.where(x == 0, float(PRIME), x)
+            + _KIND_UNIT
         )
         return torch.where(own_root, x, with_radicand)
 
@@ -453,8 +458,10 @@ class Field:
         squares = product(value, value)
         if not has_companions(x):
             return squares
-        radicand = modulo(torch.remainder(torch.floor(x / _COMPANION), _COMPANION))
-        return torch.where(x >= _KIND, radicand, squares)
+        radicand = modulo(
+            torch.remainder(torch.floor(x / _COMPANION_UNIT), _COMPANION_UNIT)
+        )
+        return torch.where(x >= _KIND_UNIT, radicand, squares)
 
     def multiply(self, a: Tensor, b: Tensor) -> Tensor:
         """Returns a b; the radicand, if both are the same root."""
@@ -462,12 +469,12 @@ class Field:
         if not has_companions(a) and not has_companions(b):
             return values
         a, b = torch.broadcast_tensors(a, b)
-        values = torch.where((a == b) & (a >= _KIND), self.square(a), values)
+        values = torch.where((a == b) & (a >= _KIND_UNIT), self.square(a), values)
         return torch.where(a == 1, b, torch.where(b == 1, a, values))
 
 
 def _knows_exponential(x: Tensor) -> Tensor:
-    return (x >= _COMPANION) & (x < _KIND)
+    return (x >= _COMPANION_UNIT) & (x < _KIND_UNIT)
 
 
 def _any_knows_exponential(x: Tensor) -> bool:

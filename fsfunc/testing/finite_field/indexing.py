@@ -113,10 +113,10 @@ def scatter_reduce(
     """Returns x with ``source`` added at indices; products and maxima have no rule."""
     if reduce != "sum":
         raise NotImplementedError(f"scatter_reduce by {reduce!r} has no exact rule")
-    made = residue_of(x).scatter_reduce(
+    reduced = residue_of(x).scatter_reduce(
         dim, index, residue_of(source), "sum", include_self=include_self
     )
-    return modulo(made)
+    return modulo(reduced)
 
 
 @rule("scatter.reduce", "scatter.value_reduce")

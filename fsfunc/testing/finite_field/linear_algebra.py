@@ -1,4 +1,8 @@
-"""Rules of products of matrices, convolutions and attention."""
+"""Rules of products of matrices, convolutions and attention.
+
+A sum of many products of residues is too large for float64: ``sum_of_products`` cuts
+one factor into pieces, runs torch's own operator on each, and adds up modulo PRIME.
+"""
 
 from __future__ import annotations
 

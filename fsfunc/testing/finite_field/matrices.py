@@ -265,7 +265,7 @@ def qr(f: Field, a: Tensor, mode: str = "reduced") -> tuple[Tensor, Tensor]:
 # Distances
 
 
-def _differences(x: Tensor, y: Tensor) -> Tensor:
+def _pairwise_differences(x: Tensor, y: Tensor) -> Tensor:
     return modulo(residue_of(x).unsqueeze(-2) - residue_of(y).unsqueeze(-3))
 
 
@@ -274,7 +274,7 @@ def distances(
     f: Field, x: Tensor, y: Tensor, p: float, compute_mode: int | None = None
 ) -> Tensor:
     """Returns the distance of each row of x from each row of y."""
-    differences = _differences(x, y)
+    differences = _pairwise_differences(x, y)
     if p == 2:
         return f.root(modulo(product(differences, differences).sum(-1)))
     if p == 1:
@@ -287,7 +287,7 @@ def distances_backward(
     f: Field, g: Tensor, x: Tensor, y: Tensor, p: float, distance: Tensor
 ) -> Tensor:
     """Returns the gradient by x."""
-    differences = _differences(x, y)
+    differences = _pairwise_differences(x, y)
     if p == 2:
         g = product(residue_of(g), f.inverse(residue_of(distance)))
     else:

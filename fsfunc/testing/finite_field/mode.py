@@ -26,6 +26,8 @@ from fsfunc import _torch
 from fsfunc._torch import formulas
 from fsfunc.comm.attribution import current_label, source_line
 from fsfunc.testing.finite_field import field as numbers
+
+# Imported for the rules that they register.
 from fsfunc.testing.finite_field import linear_algebra as _linear_algebra  # noqa: F401
 from fsfunc.testing.finite_field import matrices as _matrices  # noqa: F401
 from fsfunc.testing.finite_field import resampling as _resampling  # noqa: F401
@@ -136,8 +138,7 @@ class Exact(_torch.UnheardMode):
     def _send_message(
         self, func: Overload, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """Sends a message between processes; refuses sums, which a backend adds as "
-        "floats."""
+        """Sends a message between processes; refuses sums, which a backend rounds."""
         if "reduce" in func._schema.name and _has_floats(args, kwargs):
             raise self._refusal(
                 func, "a backend of torch's adds floats: run it on simulated ranks, or "
@@ -148,8 +149,7 @@ class Exact(_torch.UnheardMode):
     def _fill_scalars(
         self, func: Overload, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """Writes the numbers of scalars, where the operator writes scalars into "
-        "floats."""
+        """Replaces scalars by their numbers, if the operator writes into floats."""
         if func._schema.is_mutable:
             _refuse_narrow(func, args)
         tensors = [x for x in args if isinstance(x, Tensor)]
@@ -184,7 +184,7 @@ class Exact(_torch.UnheardMode):
     def _convert(
         self, func: Overload, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """Casts. Among floats it is the identity: exact runs are about algebra."""
+        """Casts a tensor; among floats that is the identity, as nothing is rounded."""
         x, dtype = args[0], kwargs.get("dtype", args[1] if len(args) > 1 else None)
         args = args[:1]
         if x.is_complex() or dtype is not None and dtype.is_complex:
@@ -392,8 +392,7 @@ def _refuse_codes(
 
 
 def _describe_location() -> str:
-    """Returns the user's line (in a backward, that of the gradient call) and the "
-    "unit."""
+    """Returns the unit and the user's line, in a backward that of the gradient call."""
     unit, phase = current_label()[:2]
     return f" at {source_line()}" + (f", in unit {unit!r} ({phase})" if unit else "")
 

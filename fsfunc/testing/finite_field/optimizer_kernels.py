@@ -15,7 +15,7 @@ from torch import Tensor
 from fsfunc.testing.finite_field.field import PRIME
 from fsfunc.testing.finite_field.rules import Overload
 
-aten = torch.ops.aten
+aten: Any = torch.ops.aten
 
 # The operator on each tensor, where its name is not that of the operator on lists.
 _FOREACH: dict[str, Callable[..., Any]] = {
@@ -84,7 +84,7 @@ def kernel_equation(name: str) -> Callable[..., Any] | None:
 # A kernel's equation is computed once, on all its tensors in one: exact runs are slow.
 
 
-def _flat(tensors: Sequence[Tensor]) -> Tensor:
+def _flatten_all(tensors: Sequence[Tensor]) -> Tensor:
     """Joins tensors into one of one dim."""
     return torch.cat([x.reshape(-1) for x in tensors])
 
@@ -104,7 +104,7 @@ def _gradient(
     grads: Sequence[Tensor], p: Tensor, options: dict[str, Any], decays: bool = True
 ) -> Tensor:
     """Returns the gradient that a kernel steps by."""
-    g = _flat(grads)
+    g = _flatten_all(grads)
     if options.get("grad_scale") is not None:
         g = g / options["grad_scale"]
     if options["maximize"]:
@@ -141,10 +141,10 @@ def _adam(decoupled: bool) -> Callable[..., None]:
         **options: Any,
     ) -> None:
         lr, b1, b2 = options["lr"], options["beta1"], options["beta2"]
-        p, decay = _flat(params), options["weight_decay"]
+        p, decay = _flatten_all(params), options["weight_decay"]
         g = _gradient(grads, p, options, not decoupled)
         q = p * (1 - lr * decay) if decoupled and decay else p
-        mean, square = _flat(means), _flat(squares)
+        mean, square = _flatten_all(means), _flatten_all(squares)
         mean = mean + (g - mean) * (1 - b1)
         square = square * b2 + g * g * (1 - b2)
         bias_correction = _function_of_counts(counts, params, lambda t: 1 - b1**t)
@@ -153,7 +153,7 @@ def _adam(decoupled: bool) -> Callable[..., None]:
         )
         second_moment = square
         if options["amsgrad"]:
-            second_moment = torch.maximum(_flat(largest), square)
+            second_moment = torch.maximum(_flatten_all(largest), square)
             _write(largest, second_moment, options)
         scale = (
             second_moment.sqrt() / root_correction + options["eps"]
@@ -171,12 +171,12 @@ def _sgd(
     buffers: Sequence[Tensor],
     **options: Any,
 ) -> None:
-    momentum, p = options["momentum"], _flat(params)
+    momentum, p = options["momentum"], _flatten_all(params)
     g = _gradient(grads, p, options)
     if momentum:
         buffer = g
         if not options["is_first_step"]:
-            buffer = _flat(buffers) * momentum + g * (1 - options["dampening"])
+            buffer = _flatten_all(buffers) * momentum + g * (1 - options["dampening"])
         _write(buffers, buffer, options)
         g = g + buffer * momentum if options["nesterov"] else buffer
     _write(params, p - g * options["lr"], options)
@@ -189,9 +189,9 @@ def _adagrad(
     counts: Sequence[Tensor],
     **options: Any,
 ) -> None:
-    p = _flat(params)
+    p = _flatten_all(params)
     g = _gradient(grads, p, options)
-    total = _flat(sums) + g * g
+    total = _flatten_all(sums) + g * g
     slowdown = _function_of_counts(
         counts, params, lambda t: 1 + (t - 1) * options["lr_decay"]
     )

@@ -1,4 +1,8 @@
-"""Rules of sums, means, norms and variances, and of what looks for the largest."""
+"""Rules of sums, means, norms and variances, and of maxima, sorts and medians.
+
+Sums are taken modulo PRIME. Whatever compares goes by the order of the field, and takes
+numbers with their companions.
+"""
 
 from __future__ import annotations
 
@@ -70,8 +74,8 @@ def moments(
     centered = modulo(x - center)
     degrees_of_freedom = count - (1 if correction is None else correction)
     scale = numbers.constant(1 / degrees_of_freedom) if degrees_of_freedom > 0 else 0.0
-    variance = product(total(product(centered, centered), dims, keepdim), scale)
-    return variance, center if keepdim or not dims else center.squeeze(dims)
+    var = product(total(product(centered, centered), dims, keepdim), scale)
+    return var, center if keepdim or not dims else center.squeeze(dims)
 
 
 @rule("var.correction", "prims.var")
@@ -143,10 +147,10 @@ def multiply_all(
     if not x.dim():
         return x
     slices = x.flatten() if dim is None else x.movedim(dim, 0)
-    total = torch.ones_like(slices.sum(0))
+    products = torch.ones_like(slices.sum(0))
     for part in slices:
-        total = product(total, part)
-    return total.unsqueeze(dim) if dim is not None and keepdim else total
+        products = product(products, part)
+    return products.unsqueeze(dim) if dim is not None and keepdim else products
 
 
 @rule("cumsum")
@@ -365,8 +369,7 @@ def unique(
     inverse: bool = False,
     counts: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns the distinct numbers in order, the index of each element's, and "
-    "counts."""
+    """Returns distinct numbers in order, the index of each element's, and counts."""
     x = residue_of(x)
     keys, group_of_element, counts_of_groups = torch.unique(
         f.order_keys(x), True, True, True

@@ -295,8 +295,7 @@ for name in ("remainder", "fmod", "atan2", "hypot", "polygamma", "igamma", "igam
 def gelu_backward(
     f: Field, g: Operand, x: Operand, approximate: str = "none"
 ) -> Tensor:
-    """Returns g times the derivative: another random function for each "
-    "approximation."""
+    """Returns g times a random derivative, another one for each approximation."""
     slope = f.random_function(f"gelu_backward {approximate}", residue_of(x))
     return product(residue_of(g), slope)
 

@@ -1,5 +1,7 @@
-"""``exact``: a context in which steps are computed exactly; ``residues``: their "
-"data."""
+"""``exact``, a context in which steps are computed exactly; ``residues``, their data.
+
+The context enters the dispatch mode of ``mode.py`` with a new ``Field``.
+"""
 
 from __future__ import annotations
 

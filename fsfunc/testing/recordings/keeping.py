@@ -112,6 +112,10 @@ def recorded(
 class CallRecorder:
     """Calls outermost functions, and records their calls; see `recorded`."""
 
+    folder: Path
+    calls: int
+    max_bytes: int
+
     def __init__(self, folder: Path, calls: int, max_bytes: int):
         self.folder, self.calls, self.max_bytes = folder, calls, max_bytes
         self.next_call: dict[int, int] = {}  # the number of the next call, by rank

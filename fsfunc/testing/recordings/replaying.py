@@ -8,7 +8,7 @@ that the program asks for these.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import cache
 from pathlib import Path
@@ -22,6 +22,7 @@ from fsfunc.checkpoint.stored import CheckpointError
 from fsfunc.comm.attribution import warn
 from fsfunc.comm.backends.abstract import EchoLink
 from fsfunc.comm.backends.link import Done, Handle, Link
+from fsfunc.comm.groups import RankGroup
 from fsfunc.comm.ledgers import is_silent
 from fsfunc.comm.mesh import Here, Mesh, set_here
 from fsfunc.comm.traffic import ledger
@@ -31,12 +32,14 @@ from fsfunc.runtime.generators import (
     other_generators_kept,
     other_states,
 )
+from fsfunc.runtime.memory_spaces import Store
 from fsfunc.testing.recordings.files import CallFile, read_call, recorded_calls
 from fsfunc.testing.recordings.json_values import from_json
 from fsfunc.testing.recordings.keeping import axes_of_meshes, error_text, leaf_checksums
 from fsfunc.testing.recordings.tapes import SENDS, RecordedMessage
 from fsfunc.testing.recordings.tree_reader import TreeReader
 from fsfunc.transforms.offloading import stores_of
+from fsfunc.tree.types import PyTree
 
 
 class PartsFromRecording(RuntimeError):
@@ -174,6 +177,14 @@ class RecordedCall:
         link: the link that hands out the messages.
     """
 
+    header: dict[str, Any]
+    tensors: dict[str, Tensor]
+    file: CallFile
+    axes: list[list[Any]] | None
+    outcome: dict[str, Any]
+    messages: list[RecordedMessage]
+    link: ReplayLink
+
     def __init__(
         self, header: dict[str, Any], tensors: dict[str, Tensor], file: CallFile
     ):
@@ -190,7 +201,7 @@ class RecordedCall:
             f"call {self.file.call} of rank {self.file.rank} in {self.file.path.parent}"
         )
 
-    def check_meshes(self, step: Any) -> None:
+    def check_meshes(self, step: Callable[..., Any]) -> None:
         """Raises ValueError if the step is made for other axes than the recorded one.
 
         Raises:
@@ -205,7 +216,9 @@ class RecordedCall:
                 f'ff.make_mesh({recorded_axes[0]}, "simulated")'
             )
 
-    def arguments(self, like: tuple[Any, ...], stores: Any) -> tuple[Any, Any]:
+    def arguments(
+        self, like: tuple[PyTree, ...], stores: Mapping[str, Store]
+    ) -> tuple[tuple[PyTree, ...], dict[str, PyTree]]:
         """Rebuilds the positional and the keyword arguments of the call."""
         args, keywords = self.header["given"]
         reader = TreeReader(self.header, self.tensors, stores)
@@ -235,7 +248,7 @@ class RecordedCall:
             finally:
                 torch.set_num_threads(threads)
 
-    def explain(self, error: Exception, step: Any) -> None:
+    def explain(self, error: Exception, step: Callable[..., Any]) -> None:
         """Adds a note to an error that the recorded call did not raise."""
         raised = self.outcome.get("raised", "nothing")
         if raised != error_text(error):
@@ -244,7 +257,7 @@ class RecordedCall:
                 f"{self.header['step']}, and replay is given {title(step)}"
             )
 
-    def compare(self, out: Any, step: Any) -> None:
+    def compare(self, out: PyTree, step: Callable[..., Any]) -> None:
         """Compares the result with the recorded one; warns of the first leaf."""
         if (raised := self.outcome.get("raised")) is not None:
             raise PartsFromRecording(
@@ -255,14 +268,12 @@ class RecordedCall:
             )
         self.link.end()
         recorded, replayed = (
-            {path: header for path, *header in rows}
+            {path: description for path, *description in rows}
             for rows in (self.outcome["returned"], leaf_checksums(out))
         )
         for path in recorded | replayed:
-            recorded_leaf, replayed_leaf = (
-                recorded.get(path, ["nothing"]),
-                replayed.get(path, ["nothing"]),
-            )
+            recorded_leaf = recorded.get(path, ["nothing"])
+            replayed_leaf = replayed.get(path, ["nothing"])
             if recorded_leaf != replayed_leaf:
                 kinds = f": {recorded_leaf[0]}, and alone {replayed_leaf[0]}"
                 text = f"{self.name} returned other bits in {path!r}"
@@ -280,6 +291,12 @@ class ReplayLink(Link):
     are answered as if all ranks had sent the same.
     """
 
+    recording: RecordedCall
+    position: int
+    has_warned: bool
+    has_ended: bool
+    echo: EchoLink
+
     def __init__(self, recording: RecordedCall):
         self.recording, self.rank = recording, recording.file.rank
         self.notes = {}  # what ranks compare: this one compares with itself
@@ -291,7 +308,7 @@ class ReplayLink(Link):
         self,
         op: str,
         x: Tensor,
-        where: Any,
+        where: RankGroup,
         *,
         out: Tensor | None = None,
         name: str = "",
@@ -305,11 +322,13 @@ class ReplayLink(Link):
             self, self._next_message(op, x.detach(), where, name, options), x, out
         )
 
-    def send(self, x: Tensor, where: Any, to: int, name: str = "") -> Handle:
+    def send(self, x: Tensor, where: RankGroup, to: int, name: str = "") -> Handle:
         self._next_message(SENDS, x, where, name, {"to": to})
         return Done(torch.empty(0, device="cpu"))
 
-    def receive(self, like: Tensor, where: Any, source: int, name: str = "") -> Handle:
+    def receive(
+        self, like: Tensor, where: RankGroup, source: int, name: str = ""
+    ) -> Handle:
         message = self._next_message("receive", like, where, name, {"source": source})
         return _ReplayedHandle(self, message, like, like)
 
@@ -330,14 +349,19 @@ class ReplayLink(Link):
         return f"message {self.position} of {count} in {self.recording.name}"
 
     def _next_message(
-        self, op: str, x: Tensor, where: Any, what: str, options: Any
+        self,
+        op: str,
+        x: Tensor,
+        group: RankGroup,
+        what: str,
+        options: Mapping[str, Any],
     ) -> RecordedMessage:
         """Returns the next recorded message, if it is the one that is asked for.
 
         Raises:
             PartsFromRecording: it is another one, or there is none.
         """
-        asked = RecordedMessage.describe(op, x, where, what, options)
+        asked = RecordedMessage.describe(op, x, group, what, options)
         if self.has_ended:
             raise PartsFromRecording(
                 f"{asked} is asked for after the end of {self.recording.name}, and "

@@ -53,7 +53,7 @@ class RecordedMessage:
 
     @staticmethod
     def describe(
-        op: str, x: Tensor, group: Any, subject: str, options: Mapping[str, Any]
+        op: str, x: Tensor, group: RankGroup, subject: str, options: Mapping[str, Any]
     ) -> RecordedMessage:
         """Describes the message that the user's program asks for now."""
         sends_content = op != "receive"  # its tensor is memory not yet written
@@ -107,6 +107,10 @@ class MessageTape:
     Args:
         max_bytes: the most bytes to save; of a call that receives more, none are.
     """
+
+    max_bytes: int
+    nbytes: int
+    has_ended: bool
 
     def __init__(self, max_bytes: int):
         self.max_bytes, self.nbytes = max_bytes, 0
@@ -178,11 +182,16 @@ class RecordingLink:
         return work if message is None else _RecordedHandle(work, self._tape, message)
 
     def _note_message(
-        self, op: str, x: Tensor, where: Any, what: str, options: Mapping[str, Any]
+        self,
+        op: str,
+        x: Tensor,
+        group: RankGroup,
+        what: str,
+        options: Mapping[str, Any],
     ) -> RecordedMessage | None:
         if is_silent() or self._tape.has_ended:
             return None
-        message = RecordedMessage.describe(op, x, where, what, options)
+        message = RecordedMessage.describe(op, x, group, what, options)
         self._tape.messages.append(message)
         return message
 

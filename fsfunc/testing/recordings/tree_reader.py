@@ -38,6 +38,10 @@ class TreeReader:
         stores: the stores to which the step offloads, by kind.
     """
 
+    tables: Mapping[str, Any]
+    tensors: Mapping[str, Tensor]
+    stores: Mapping[str, Store]
+
     def __init__(
         self,
         tables: Mapping[str, Any],
@@ -146,10 +150,8 @@ class TreeReader:
         members = [
             self._object_of_row("layouts", i, self._layout) for i in row["members"]
         ]
-        flat, whole = (
-            self._copy_to_device(self.tensors[f"buffer {number}"], row),
-            None,
-        )
+        flat = self._copy_to_device(self.tensors[f"buffer {number}"], row)
+        whole = None
         if (offset := row["whole"]) is not None:
             whole = self._copy_to_device(self.tensors[f"whole {number}"], row)
             flat = whole[offset : offset + len(flat)] if offset >= 0 else flat

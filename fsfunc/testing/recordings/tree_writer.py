@@ -66,6 +66,9 @@ class TreeWriter:
         tables: the rows that descriptions refer to by number, by the table's name.
     """
 
+    max_bytes: float
+    nbytes: int
+
     def __init__(self, max_bytes: float = math.inf) -> None:
         self.max_bytes, self.nbytes = max_bytes, 0
         self.tensors: dict[str, Tensor] = {}
@@ -93,7 +96,7 @@ class TreeWriter:
             value, namespace=NAMESPACE
         )
         nodes, kind = [self._node(x) for x in children], type(value)
-        if kind in (dict, OrderedDict):  # optree sorts keys: theirs is the dict's order
+        if kind in (dict, OrderedDict):  # optree sorts keys; stored is the dict's order
             by_key = dict(zip(entries, nodes, strict=True))
             pairs = [
                 [name_if_unstorable(as_json(key), type(key)), by_key[key]]
