@@ -24,7 +24,7 @@ from fsfunc.runtime.generators import generator_states
 from fsfunc.sharded.layout import Coordinates, Layout
 from fsfunc.sharded.leaf import Sharded, is_sharded
 from fsfunc.sharded.packed_layouts import stacked
-from fsfunc.sharded.placements import describe
+from fsfunc.sharded.placements import describe_tensor
 from fsfunc.sharded.slices import Box, boxes
 from fsfunc.state.layout_rules import check_apart
 
@@ -92,7 +92,7 @@ class Contents:
         for path, held in self.tensors.items():
             axes = ", ".join(held.layout.axes)
             over = f" over {axes}" if axes else ""
-            kind = describe(held.layout.shape, held.part.dtype)
+            kind = describe_tensor(held.layout.shape, held.part.dtype)
             lines.append((repr(path), kind + over))
         return lines + [(repr(p), json.dumps(x)) for p, x in self.values.items()]
 

@@ -23,7 +23,7 @@ import torch
 
 from fsfunc.checkpoint.parsing import MOST, Said, Wrong, say
 from fsfunc.printing.tables import of_axes, visible, visible_lines
-from fsfunc.sharded.placements import describe
+from fsfunc.sharded.placements import describe_tensor
 
 BLOCK = 1 << 20  # bytes that one checksum covers; they fit a core's cache
 _LEAVES = 1 << 18  # of a tree
@@ -86,8 +86,8 @@ class StoredTensor(NamedTuple):
 
     def __str__(self) -> str:
         if not self.own:
-            return describe(self.shape, self.dtype)
-        one = describe(self.shape[1:], self.dtype)
+            return describe_tensor(self.shape, self.dtype)
+        one = describe_tensor(self.shape[1:], self.dtype)
         return f"{one}, each rank's own over {visible(of_axes(self.own))}"
 
 

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from fsfunc import _torch
 from fsfunc.comm.comparison import Lines, Section
-from fsfunc.sharded.layout import describe
+from fsfunc.sharded.placements import describe_tensor
 
 Ask = Callable[[str, Any], Lines]  # (name, function) -> lines of its results
 
@@ -91,7 +91,7 @@ def _parts(value: Any) -> tuple[str, list[tuple[str, Any]]] | None:
 
 def _tensor(x: Tensor) -> str:
     """A tensor by its values; by a checksum of many; by its shape without data."""
-    kind = f"tensor {describe(x.shape, x.dtype)}"
+    kind = f"tensor {describe_tensor(x.shape, x.dtype)}"
     if not has_values(x):
         return kind
     if x.numel() <= _FEW:
@@ -129,7 +129,7 @@ def whole_values(
     known = None if notes is None else notes.setdefault("checksums", {})
     sums = checksums(list(tensors.values()), known)
     for (path, x), n in zip(tensors.items(), sums, strict=True):
-        text = f"{describe(x.shape, x.dtype)} of checksum {n % 2**64:016x}"
+        text = f"{describe_tensor(x.shape, x.dtype)} of checksum {n % 2**64:016x}"
         lines.append((repr(path), text))
     return Section(title, lines, advice)
 

@@ -44,7 +44,7 @@ from fsfunc.runtime.scopes import refuse_in_graph
 from fsfunc.sharded.layout import Layout
 from fsfunc.sharded.leaf import Sharded, is_sharded
 from fsfunc.sharded.packing import group_loose_leaves
-from fsfunc.sharded.placements import Split, room
+from fsfunc.sharded.placements import Split, largest_block
 
 BLOCK = 256
 """Elements that share a scale."""
@@ -183,7 +183,7 @@ def groups_of(
         if not is_sharded(first):
             size = used = first.numel()
         elif first.layout.flat is None:
-            size = room(first.layout.shape, first.layout.parts)
+            size = largest_block(first.layout.shape, first.layout.parts)
             used = local(first).numel()
         else:
             size, at = first.layout.flat.chunk, here().mesh.coordinates()

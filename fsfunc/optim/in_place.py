@@ -120,7 +120,7 @@ class Writing:
     def _mine(self, tensors: list[Tensor]) -> list[bool]:
         """For each tensor of the matched trees, whether it may be written."""
         if (donation := self.donation) is not None:
-            donation.look()
+            donation.add_made()
             if donation.are_alone(tensors):
                 return [True] * len(tensors)
             if not _overlap(self.matched):
@@ -171,7 +171,7 @@ class Writing:
     def end(self) -> None:
         """The step is written: what was donated is taken."""
         if self.donation is not None:
-            self.donation.take(self.old, self.new)
+            self.donation.mark_written(self.old, self.new)
 
 
 def _overlap(matched: Matched) -> bool:

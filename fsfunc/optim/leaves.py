@@ -25,7 +25,7 @@ from fsfunc.optim.places import (
 from fsfunc.sharded.complex_numbers import as_real
 from fsfunc.sharded.leaf import Sharded, is_sharded
 from fsfunc.sharded.packing import as_packed_trees
-from fsfunc.sharded.placements import describe
+from fsfunc.sharded.placements import describe_tensor
 
 Tree = Any
 Mask = Callable[[str, Any], bool]  # (path, leaf) -> whether it applies to that leaf
@@ -383,7 +383,7 @@ def said(leaf: Any) -> str:
             return said
         return f"{said}, held in {held}"
     if isinstance(leaf, Tensor):
-        return f"{describe(leaf.shape, leaf.dtype)} on {leaf.device}"
+        return f"{describe_tensor(leaf.shape, leaf.dtype)} on {leaf.device}"
     return "None" if leaf is None else f"a {type(leaf).__name__}"
 
 

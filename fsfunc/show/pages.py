@@ -19,7 +19,7 @@ from fsfunc.planning.plans import Plan, PlannedLeaf, RankPlan
 from fsfunc.printing.folding import alike, counted
 from fsfunc.printing.tables import Report, Table, of_axes, of_bytes, of_count, visible
 from fsfunc.runtime.memory import KINDS
-from fsfunc.sharded.placements import describe
+from fsfunc.sharded.placements import describe_tensor
 from fsfunc.show import estimates, plans
 from fsfunc.show.charts import MEMORY, Bar, Look, Row, Tick, outline, ticks
 from fsfunc.show.layouts import grid_of, in_words
@@ -275,7 +275,7 @@ def _facts(plan: Plan, estimate: Estimate | None) -> str:
         numbers = of_count(sum(map(plans.numel, model)))
         facts.append(f"{numbers} parameters in {len(model)} tensors")
     if batch:
-        given = ", ".join(describe(x.shape, x.dtype) for x in batch[:_GIVEN])
+        given = ", ".join(describe_tensor(x.shape, x.dtype) for x in batch[:_GIVEN])
         more = f" and {len(batch) - _GIVEN} more" if len(batch) > _GIVEN else ""
         facts.append(f"batch of a rank {given}{more}")
     ranks = f"{plan.mesh.size} ranks" if plan.mesh.size > 1 else "1 rank"
@@ -380,7 +380,7 @@ def _leaf(plan: Plan, names: list[str], leaves: list[PlannedLeaf]) -> Iterator[s
     ]
     layouts = {name: said for name, said, _ in keyed}
     groups = [found for found, _ in alike(keyed)]
-    yield f"{text(counted(names))}: {describe(first.shape, first.dtype)}"
+    yield f"{text(counted(names))}: {describe_tensor(first.shape, first.dtype)}"
     for found in groups:
         which = f"{counted(found)}: " if len(groups) > 1 else ""
         yield f"<br/>{text(which + layouts[found[0]])}"

@@ -21,7 +21,7 @@ from fsfunc.printing.tables import (
     of_count,
     of_flops,
 )
-from fsfunc.sharded.placements import describe
+from fsfunc.sharded.placements import describe_tensor
 from fsfunc.show.layouts import in_words
 from fsfunc.show.memory_curves import (
     OUTSIDE_UNITS,
@@ -238,7 +238,7 @@ def _parameters(own: RankPlan) -> Table:
     rows = []
     for names, leaves in parameter_groups(own):
         first, held = leaves[0], sum(leaf.bytes for leaf in leaves)
-        what = describe(first.shape, first.dtype)
+        what = describe_tensor(first.shape, first.dtype)
         whole = of_bytes(sum(map(_whole_bytes, leaves)))
         rows.append(
             (counted(names), what, _common_layout(leaves), whole, of_bytes(held))

@@ -21,7 +21,7 @@ from fsfunc.printing.folding import alike, counted
 from fsfunc.printing.tables import Printed, Report, Table, of_axes, of_bytes, painted
 from fsfunc.sharded.layout import Key, Layout, every_coordinate
 from fsfunc.sharded.leaf import Sharded, is_sharded
-from fsfunc.sharded.placements import describe
+from fsfunc.sharded.placements import describe_tensor
 from fsfunc.show.layouts import Grid, grid_of, in_words, part_in_words
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ class LeafPicture(Printed):
     def said(self) -> str:
         """The leaf and its layout in words."""
         layout = self.layout
-        what = describe(layout.shape, layout.dtype, layout.name)
+        what = describe_tensor(layout.shape, layout.dtype, layout.name)
         return f"{what}, {in_words(layout)}"
 
     def holders(self, key: Key) -> tuple[int, ...]:
@@ -213,11 +213,11 @@ def _cells(
     """A table's cells for a leaf after its path, and its bytes on this rank."""
     if layout is not None:
         n = math.prod(layout.local_shape(at)) * layout.dtype.itemsize
-        what = describe(layout.shape, layout.dtype)
+        what = describe_tensor(layout.shape, layout.dtype)
         return (what, in_words(layout), part_in_words(layout, at), of_bytes(n)), n
     if isinstance(leaf, Tensor):
         n = leaf.numel() * leaf.element_size()
-        return (describe(leaf.shape, leaf.dtype), "whole", "all", of_bytes(n)), n
+        return (describe_tensor(leaf.shape, leaf.dtype), "whole", "all", of_bytes(n)), n
     return (type(leaf).__name__, "whole", "all", ""), 0
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from fsfunc.comm.mesh import Mesh
 from fsfunc.sharded.layout import Layout, Split
-from fsfunc.sharded.placements import Own, describe
+from fsfunc.sharded.placements import Own, describe_tensor
 from fsfunc.tree.structure import matches, meant, nearest
 
 # By pattern: how the leaves on the paths that it matches are split, outermost first; or
@@ -159,8 +159,9 @@ def _check(path: str, x: Any, splits: Sequence[Split]) -> None:
     for split in splits:
         n = lengths[split.dim]
         if n % split.size:
+            leaf = describe_tensor(x.shape, x.dtype, repr(path))
             raise ValueError(
-                f"layouts: cannot split {describe(x.shape, x.dtype, repr(path))} along "
+                f"layouts: cannot split {leaf} along "
                 f'dim {split.dim} over axis "{split.axis}" of size {split.size}: {n} '
                 f"is not a multiple of it; make it {-(-n // split.size) * split.size}"
             )

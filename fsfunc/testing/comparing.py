@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from fsfunc import tree
-from fsfunc.sharded.layout import describe
 from fsfunc.sharded.leaf import is_sharded
+from fsfunc.sharded.placements import describe_tensor
 from fsfunc.testing.finite_field import is_exact
 
 
@@ -42,9 +42,9 @@ class Difference:
         if not isinstance(x, Tensor):
             return repr(x)
         if self.index is None or len(self.index) != x.ndim:
-            return describe(x.shape, x.dtype)
+            return describe_tensor(x.shape, x.dtype)
         if any(i >= n for i, n in zip(self.index, x.shape, strict=True)):
-            return f"nothing ({describe(x.shape, x.dtype)})"
+            return f"nothing ({describe_tensor(x.shape, x.dtype)})"
         return repr(x.detach()[self.index].item())
 
 
@@ -75,7 +75,7 @@ def _unlike(path: str, a: Any, b: Any, tolerance: float) -> Difference | None:
         said = f"{name} is a {type(a).__name__}, not a {type(b).__name__}"
         return Difference(path, said, a, b)
     if (a.shape, a.dtype) != (b.shape, b.dtype):
-        kinds = describe(a.shape, a.dtype), describe(b.shape, b.dtype)
+        kinds = describe_tensor(a.shape, a.dtype), describe_tensor(b.shape, b.dtype)
         return Difference(path, f"{name} is {kinds[0]}, not {kinds[1]}", a, b)
     differs = far(a, b, tolerance)
     if not bool(differs.any()):
@@ -83,7 +83,7 @@ def _unlike(path: str, a: Any, b: Any, tolerance: float) -> Difference | None:
     first = int(differs.reshape(-1).to(torch.uint8).argmax())
     index = place_of(first, a.shape)
     count = int(differs.sum())
-    said = f"{describe(a.shape, a.dtype, name)} differs"
+    said = f"{describe_tensor(a.shape, a.dtype, name)} differs"
     if a.ndim:
         said += f" at {index}, in {count} of {a.numel()} elements"
     return Difference(path, said, a, b, index)

@@ -15,8 +15,8 @@ from fsfunc.comm.mesh import maybe_here
 from fsfunc.core.frames import Interpretation, transformed
 from fsfunc.core.outcomes import GradientCall, Outcome
 from fsfunc.runtime.memory import BufferPool
-from fsfunc.sharded.layout import describe
 from fsfunc.sharded.leaf import is_sharded
+from fsfunc.sharded.placements import describe_tensor
 from fsfunc.testing.comparing import place_of
 from fsfunc.testing.observed_runs import unseen
 
@@ -110,7 +110,7 @@ def look(value: Any, says: str, kind: str = "") -> None:
         part = ", this rank's part," if is_sharded(leaf) else ""
         raise NotFinite(
             f"{says} {number!r} at {at}{where or ' of'} "
-            f"{describe(x.shape, x.dtype)}{part}{_who()}"
+            f"{describe_tensor(x.shape, x.dtype)}{part}{_who()}"
         )
 
 

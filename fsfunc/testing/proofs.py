@@ -14,7 +14,7 @@ from fsfunc.comm.tracebacks import api_boundary
 from fsfunc.core.frames import title
 from fsfunc.printing.folding import alike, counted
 from fsfunc.printing.tables import Printed, Table
-from fsfunc.sharded.layout import describe
+from fsfunc.sharded.placements import describe_tensor
 from fsfunc.state.layout_rules import LayoutRules
 from fsfunc.testing.finite_field import PRIME, exact, residues
 from fsfunc.testing.one_device import Comparison
@@ -167,7 +167,8 @@ def prove(
     return Proof(
         title(step), title(transformed), mesh,
         tuple(
-            (path, describe(x.shape, x.dtype) if isinstance(x, Tensor) else repr(x))
+            (path,
+             describe_tensor(x.shape, x.dtype) if isinstance(x, Tensor) else repr(x))
             for path, x in zip(paths, leaves, strict=True)
         ),
         calls, len(answers), functions, divisions, len(answers[0]), _one_way(answers),

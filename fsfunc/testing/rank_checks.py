@@ -15,8 +15,8 @@ from fsfunc.comm.groups import RankGroup, gathered, group
 from fsfunc.comm.launch import local_batch, spmd
 from fsfunc.comm.ledgers import silence
 from fsfunc.comm.mesh import Axis, Mesh, axis_names, check_mesh, here
-from fsfunc.sharded.layout import describe
 from fsfunc.sharded.leaf import is_sharded
+from fsfunc.sharded.placements import describe_tensor
 from fsfunc.state.layout_rules import LayoutRules
 from fsfunc.state.placing import place
 from fsfunc.testing.comparing import place_of
@@ -140,7 +140,8 @@ def check_replicated(value: Any, axis: Axis) -> None:
     names, leaves = _claimed(value, where)
     tensors = [x for x in leaves if isinstance(x, Tensor)]
     kinds = [
-        describe(x.shape, x.dtype) if isinstance(x, Tensor) else "" for x in leaves
+        describe_tensor(x.shape, x.dtype) if isinstance(x, Tensor) else ""
+        for x in leaves
     ]
     sums = map(str, checksums(tensors))
     texts = [next(sums) if isinstance(x, Tensor) else repr(x) for x in leaves]
@@ -183,7 +184,9 @@ def _dense(x: Any) -> list[tuple[str, Any]]:
 
 def _message(name: str, x: Any, where: RankGroup) -> str:
     what = (
-        describe(x.shape, x.dtype, repr(name)) if isinstance(x, Tensor) else repr(name)
+        describe_tensor(x.shape, x.dtype, repr(name))
+        if isinstance(x, Tensor)
+        else repr(name)
     )
     opening = f"{what} differs along {where.name}, where it is claimed to be one value"
     if not isinstance(x, Tensor):

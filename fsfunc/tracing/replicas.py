@@ -26,8 +26,8 @@ from fsfunc.core.casts import differentiable
 from fsfunc.core.frames import Frame
 from fsfunc.core.gradient_checks import nearly_agree, norm_and_sum
 from fsfunc.runtime.generators import generator_states
-from fsfunc.sharded.layout import describe
 from fsfunc.sharded.leaf import is_sharded
+from fsfunc.sharded.placements import describe_tensor
 from fsfunc.sharded.plain_leaves import WHOLE, placement_of
 
 Together = Sequence[tuple[tuple[str, ...], str]]  # axes, and why: `compare_batches`
@@ -79,7 +79,7 @@ def compare_batches(rest: Any, where: RankGroup, because: str) -> None:
     paths, leaves, _ = tree.flatten_with_paths(rest, is_leaf=is_sharded)
     values = whole_values(paths, leaves, where.link.notes)
     others = [
-        (repr(p), describe(x.shape, x.dtype))
+        (repr(p), describe_tensor(x.shape, x.dtype))
         for p, x in zip(paths, leaves, strict=True)
         if isinstance(x, Tensor) and not has_values(x)
     ]

@@ -202,7 +202,7 @@ def with_data(x: Tensor) -> Tensor:
 
 
 def returned_state(args: Sequence[Any], out: Any) -> Any:
-    """The state in what a step returned: see `state_in`."""
+    """The state in what a step returned: see `locate_state`."""
     leaves, spec = tree.flatten(out, is_leaf=is_sharded)
     before = tree.flatten(args[0] if args else (), is_leaf=is_sharded)[1]
     start, state = locate_state(spec, before)
