@@ -17,7 +17,7 @@ from torch import Tensor
 from fsfunc.comm.mesh import Mesh
 from fsfunc.sharded.layout import Layout, Split
 from fsfunc.sharded.placements import Own, describe_tensor
-from fsfunc.tree.structure import matches, meant, nearest
+from fsfunc.tree.structure import did_you_mean, matches, nearest
 
 # By pattern: how the leaves on the paths that it matches are split, outermost first; or
 # that they are each rank's own.
@@ -56,7 +56,7 @@ def own_of(
         over = (rule.axes,) if isinstance(rule.axes, str) else tuple(rule.axes)
         if set(over) != set(axes):
             unknown = next((a for a in over if a not in axes), None)
-            near = "" if unknown is None else meant(unknown, axes)
+            near = "" if unknown is None else did_you_mean(unknown, axes)
             raise ValueError(
                 f"layouts: {pattern!r} is given {rule}{near}, and the shard averages "
                 f"over {tuple(axes)}: a rank's own value is its own along all of them"
