@@ -26,7 +26,7 @@ from fsfunc.sharded.leaf import Sharded, is_sharded
 from fsfunc.sharded.packed_layouts import stacked
 from fsfunc.sharded.placements import describe_tensor
 from fsfunc.sharded.slices import Box, boxes
-from fsfunc.state.layout_rules import check_apart
+from fsfunc.state.layout_rules import check_distinct
 
 VALUES = (bool, int, float, str)
 
@@ -127,7 +127,7 @@ def contents_of(state: Any) -> Contents:
     """
     found = Contents(random=_random_state())
     paths, leaves, _ = tree.flatten_with_paths(state, is_leaf=is_sharded)
-    check_apart(paths, "the state")
+    check_distinct(paths, "the state")
     for path, leaf in zip(paths, leaves, strict=True):
         _check_path(path)
         if isinstance(leaf, Sharded | Tensor):
