@@ -14,7 +14,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from fsfunc import tree
-from fsfunc.printing.folding import alike, counted
+from fsfunc.printing.folding import group_alike, name_group
 from fsfunc.printing.tables import Report, Table, of_bytes
 from fsfunc.sharded.layout import Layout
 from fsfunc.sharded.leaf import PendingGradient, Sharded, is_sharded
@@ -108,8 +108,8 @@ def state_table(value: PyTree, subject: str) -> Report:
     """
     paths, parts = _parts(value)
     rows = [
-        (counted(names), *row[:3], "" if row.bytes is None else of_bytes(row.bytes))
-        for names, (row, *_) in alike(zip(paths, parts, parts, strict=True))
+        (name_group(names), *row[:3], "" if row.bytes is None else of_bytes(row.bytes))
+        for names, (row, *_) in group_alike(zip(paths, parts, parts, strict=True))
     ]
     head = ("<path", "<whole", "<layout", "<part", ">bytes each")
     total = of_bytes(sum(part.bytes or 0 for part in parts))
@@ -135,8 +135,8 @@ def ranks_table(values: Sequence[PyTree], ranks: Sequence[str]) -> Report | None
     by_rank = [first, *(parts for _, parts in others)]
     leaves = list(zip(*by_rank, strict=True))
     cells = [(p[0].whole, p[0].layout, *map(_size, p)) for p in leaves]
-    groups = alike(zip(paths, cells, cells, strict=True))
-    rows = [(counted(names), *row) for names, (row, *_) in groups]
+    groups = group_alike(zip(paths, cells, cells, strict=True))
+    rows = [(name_group(names), *row) for names, (row, *_) in groups]
     sums = (of_bytes(sum(p.bytes or 0 for p in parts)) for parts in by_rank)
     total = ("all leaves", "", "", *sums)
     hidden_rows, hidden_ranks = max(len(rows) - _MOST_ROWS, 0), len(ranks) - len(shown)

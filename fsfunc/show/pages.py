@@ -16,7 +16,7 @@ from pathlib import Path
 from fsfunc.planning.estimation import Estimate
 from fsfunc.planning.machines import Hardware
 from fsfunc.planning.plans import Plan, PlannedLeaf, RankPlan
-from fsfunc.printing.folding import alike, counted
+from fsfunc.printing.folding import group_alike, name_group
 from fsfunc.printing.tables import Report, Table, of_axes, of_bytes, of_count, visible
 from fsfunc.runtime.memory import KINDS
 from fsfunc.sharded.placements import describe_tensor
@@ -355,7 +355,7 @@ def _table(table: Table) -> Iterator[str]:
     yield f'<div class="wide"><table><caption>{text(table.title)}</caption>'
     yield f"<tr>{row((name[1:] for name in table.head), 'th')}</tr>"
     yield from (f"<tr>{row(cells, 'td')}</tr>" for cells in table.rows[: table.most])
-    yield f"</table>{table.rest}</div>"
+    yield f"</table>{table.footer}</div>"
 
 
 def _layouts(plan: Plan) -> Iterator[str]:
@@ -379,10 +379,10 @@ def _leaf(plan: Plan, names: list[str], leaves: list[PlannedLeaf]) -> Iterator[s
         if leaf.layout is not None
     ]
     layouts = {name: said for name, said, _ in keyed}
-    groups = [found for found, _ in alike(keyed)]
-    yield f"{text(counted(names))}: {describe_tensor(first.shape, first.dtype)}"
+    groups = [found for found, _ in group_alike(keyed)]
+    yield f"{text(name_group(names))}: {describe_tensor(first.shape, first.dtype)}"
     for found in groups:
-        which = f"{counted(found)}: " if len(groups) > 1 else ""
+        which = f"{name_group(found)}: " if len(groups) > 1 else ""
         yield f"<br/>{text(which + layouts[found[0]])}"
     if len(groups) > 1:
         yield f'<br/><span class="faint">the ranks of {text(names[0])}:</span>'

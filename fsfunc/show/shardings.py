@@ -17,8 +17,15 @@ from fsfunc.checkpoint.finding import metadata
 from fsfunc.checkpoint.stored import Stored
 from fsfunc.comm.launch import PerRank
 from fsfunc.comm.mesh import Mesh, maybe_here
-from fsfunc.printing.folding import alike, counted
-from fsfunc.printing.tables import Printed, Report, Table, of_axes, of_bytes, painted
+from fsfunc.printing.folding import group_alike, name_group
+from fsfunc.printing.tables import (
+    Printed,
+    Report,
+    Table,
+    of_axes,
+    of_bytes,
+    picture_line,
+)
 from fsfunc.sharded.layout import Key, Layout, every_coordinate
 from fsfunc.sharded.leaf import Sharded, is_sharded
 from fsfunc.sharded.placements import describe_tensor
@@ -64,7 +71,7 @@ class LeafPicture(Printed):
             yield "a cell names the ranks that hold it"
             yield ""
             lines = self.grid.lines(lambda key: of_ranks(self.holders(key)))
-            yield from map(painted, lines)
+            yield from map(picture_line, lines)
         yield ""
         yield self.table()
         if self.empty:
@@ -180,8 +187,8 @@ def sharding(
         cells, size = _cells(leaf, layout, mesh.coordinates(own))
         total += size
         keyed.append((path, (cells, size), cells))
-    for names, found in alike(keyed):
-        rows.append((counted(names), *found[0]))
+    for names, found in group_alike(keyed):
+        rows.append((name_group(names), *found[0]))
     over = of_axes(mesh.axes) or "one rank"
     head = ("<path", "<whole", "<layout", f"<rank {own} holds", ">bytes each")
     end = f"rank {own} holds {of_bytes(total)} in {len(leaves)} leaves"

@@ -12,7 +12,7 @@ from fsfunc import tree
 from fsfunc.comm.mesh import Axis, Mesh
 from fsfunc.comm.tracebacks import api_boundary
 from fsfunc.core.frames import title
-from fsfunc.printing.folding import alike, counted
+from fsfunc.printing.folding import group_alike, name_group
 from fsfunc.printing.tables import Printed, Table
 from fsfunc.sharded.placements import describe_tensor
 from fsfunc.state.layout_rules import LayoutRules
@@ -73,8 +73,8 @@ class Proof(Printed):
                 f"{self.one_way} of {self.decided} comparisons of single numbers had "
                 "one answer in every draw: what depends on the other one was not seen"
             )
-        groups = alike((path, what, what) for path, what in self.leaves)
-        rows = [(counted(paths, "the value"), what) for paths, (what, *_) in groups]
+        groups = group_alike((path, what, what) for path, what in self.leaves)
+        rows = [(name_group(paths, "the value"), what) for paths, (what, *_) in groups]
         return [*pieces, Table("", ("<equal", "<shape"), rows)]
 
 

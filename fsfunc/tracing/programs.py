@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from fsfunc import tree
-from fsfunc.printing.folding import folded
+from fsfunc.printing.folding import fold_repeats
 from fsfunc.runtime.memory import StorageTable
 from fsfunc.sharded.placements import describe_tensor
 
@@ -239,7 +239,9 @@ class Program:
             while glue and glue[0].before <= number:
                 lines.append(str(glue.pop(0)))
             lines.append(str(call))
-        return "\n".join([f"{self.name}: {len(self.calls)} unit calls", *folded(lines)])
+        return "\n".join(
+            [f"{self.name}: {len(self.calls)} unit calls", *fold_repeats(lines)]
+        )
 
 
 # The names that a listing gives to tensors and trees of them
