@@ -27,9 +27,9 @@ from fsfunc.runtime.generators import generator_states
 from fsfunc.sharded.layout import Coordinates, Layout
 from fsfunc.sharded.leaf import Sharded, is_sharded
 from fsfunc.sharded.packed_layouts import stacked
-from fsfunc.sharded.placements import describe
+from fsfunc.sharded.placements import describe_tensor
 from fsfunc.sharded.slices import Box, boxes
-from fsfunc.state.layout_rules import check_apart
+from fsfunc.state.layout_rules import check_distinct
 from fsfunc.tree.types import PyTree
 
 VALUE_TYPES: tuple[type, ...] = (bool, int, float, str)  # of leaves beside tensors
@@ -101,7 +101,7 @@ class Contents:
         for path, leaf in self.tensors.items():
             axes = ", ".join(leaf.layout.axes)
             over = f" over {axes}" if axes else ""
-            shape_and_dtype = describe(leaf.layout.shape, leaf.part.dtype)
+            shape_and_dtype = describe_tensor(leaf.layout.shape, leaf.part.dtype)
             lines.append((repr(path), shape_and_dtype + over))
         return lines + [(repr(p), json.dumps(x)) for p, x in self.values.items()]
 
@@ -136,7 +136,7 @@ def collect_contents(state: PyTree) -> Contents:
     """
     contents = Contents(random=_save_generators())
     paths, leaves, _ = tree.flatten_with_paths(state, is_leaf=is_sharded)
-    check_apart(paths, "the state")
+    check_distinct(paths, "the state")
     for path, leaf in zip(paths, leaves, strict=True):
         _check_path(path)
         if isinstance(leaf, Sharded | Tensor):

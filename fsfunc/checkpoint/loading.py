@@ -42,7 +42,7 @@ from fsfunc.runtime.memory_spaces import Offloaded, space_of
 from fsfunc.sharded.donated import are_locked, overlaps
 from fsfunc.sharded.leaf import Sharded, is_sharded
 from fsfunc.sharded.packing import PackedTree, as_packed_tree
-from fsfunc.sharded.placements import Own, describe
+from fsfunc.sharded.placements import Own, describe_tensor
 from fsfunc.sharded.plain_leaves import WHOLE, lay_leaf, placement_of
 from fsfunc.sharded.spent import refuse_unusable, spend
 from fsfunc.transforms.donation import Memory
@@ -537,5 +537,5 @@ def _describe(x: Leaf | Source) -> str:
     if isinstance(x, StoredTensor):
         return f"a tensor {x}"
     if isinstance(x, Sharded | Tensor):
-        return f"a tensor {describe(*cast(_ShapeAndDtype, _kind(x)))}"
+        return f"a tensor {describe_tensor(*cast(_ShapeAndDtype, _kind(x)))}"
     return f"a {type(x).__name__} ({x!r})"

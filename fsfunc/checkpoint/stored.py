@@ -28,7 +28,7 @@ import torch
 
 from fsfunc.checkpoint.parsing import MAX_INT, InvalidTable, JsonTable, abbreviate
 from fsfunc.printing.tables import of_axes, visible, visible_lines
-from fsfunc.sharded.placements import describe
+from fsfunc.sharded.placements import describe_tensor
 
 _T = TypeVar("_T")
 
@@ -94,8 +94,8 @@ class StoredTensor(NamedTuple):
 
     def __str__(self) -> str:
         if not self.stacked_axes:
-            return describe(self.shape, self.dtype)
-        row = describe(self.shape[1:], self.dtype)
+            return describe_tensor(self.shape, self.dtype)
+        row = describe_tensor(self.shape[1:], self.dtype)
         return f"{row}, each rank's own over {visible(of_axes(self.stacked_axes))}"
 
 

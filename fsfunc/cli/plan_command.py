@@ -36,7 +36,7 @@ from fsfunc.planning.estimation import Estimate, estimate
 from fsfunc.planning.machines import Hardware
 from fsfunc.planning.plans import Plan, PlannedLeaf, RankPlan
 from fsfunc.printing.tables import of_count
-from fsfunc.sharded.placements import describe
+from fsfunc.sharded.placements import describe_tensor
 from fsfunc.show.estimates import comparison
 from fsfunc.show.estimates import estimate as estimate_tables
 from fsfunc.testing.step_runs import batch_axes
@@ -372,4 +372,4 @@ def _batch(plan: Plan, step: Any) -> str:
 
 
 def _leaf(leaf: PlannedLeaf) -> str:
-    return describe(leaf.shape, leaf.dtype, leaf.path.partition("/")[2])
+    return describe_tensor(leaf.shape, leaf.dtype, leaf.path.partition("/")[2])

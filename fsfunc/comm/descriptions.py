@@ -20,7 +20,7 @@ from torch import Tensor
 
 from fsfunc import _torch
 from fsfunc.comm.comparison import Lines, Section
-from fsfunc.sharded.layout import describe
+from fsfunc.sharded.placements import describe_tensor
 
 # (name, function) -> lines of its results: a schedule's rates at the first counts.
 Ask = Callable[[str, Callable[..., Any]], Lines]
@@ -101,7 +101,7 @@ def _parts(value: Any) -> tuple[str, list[tuple[str, Any]]] | None:
 
 def _tensor(x: Tensor) -> str:
     """Describes a tensor by its values; by a checksum of many; by its shape alone."""
-    kind = f"tensor {describe(x.shape, x.dtype)}"
+    kind = f"tensor {describe_tensor(x.shape, x.dtype)}"
     if not has_values(x):
         return kind
     if x.numel() <= _MOST_PRINTED:
@@ -141,7 +141,9 @@ def section_of_values(
     cache = None if notes is None else notes.setdefault("checksums", {})
     sums = checksums(list(tensors.values()), cache)
     for (path, x), checksum in zip(tensors.items(), sums, strict=True):
-        text = f"{describe(x.shape, x.dtype)} of checksum {checksum % 2**64:016x}"
+        text = (
+            f"{describe_tensor(x.shape, x.dtype)} of checksum {checksum % 2**64:016x}"
+        )
         lines.append((repr(path), text))
     return Section(title, lines, advice)
 

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from fsfunc.runtime.scopes import Scoped
 from fsfunc.sharded.placements import row_major
-from fsfunc.tree.structure import meant
+from fsfunc.tree.structure import did_you_mean
 
 if TYPE_CHECKING:
     from fsfunc.comm.backends.link import Link
@@ -92,7 +92,7 @@ class Mesh:
         names = axis_names(axis)
         for name in names:
             if name not in self.axes:
-                near = meant(str(name), self.axes)
+                near = did_you_mean(str(name), self.axes)
                 raise ValueError(f'unknown axis "{name}"{near}: this is {self}')
         if len(set(names)) != len(names) or not names:
             raise ValueError(f"each axis is named once, and at least one: got {axis!r}")

@@ -52,7 +52,7 @@ from fsfunc.runtime.scopes import refuse_in_graph
 from fsfunc.sharded.layout import Layout
 from fsfunc.sharded.leaf import Sharded, is_sharded
 from fsfunc.sharded.packing import group_loose_leaves
-from fsfunc.sharded.placements import Split, room
+from fsfunc.sharded.placements import Split, largest_block
 from fsfunc.tree.types import Leaf, PyTree
 
 BLOCK = 256
@@ -209,7 +209,7 @@ def code_groups(
         if not is_sharded(first):
             size = used = first.numel()
         elif first.layout.flat is None:
-            size = room(first.layout.shape, first.layout.parts)
+            size = largest_block(first.layout.shape, first.layout.parts)
             used = local_tensor(first).numel()
         else:
             size, coordinates = first.layout.flat.chunk, here().mesh.coordinates()

@@ -143,7 +143,7 @@ class Writing:
     def _writable(self, tensors: list[Tensor]) -> list[bool]:
         """Returns for each tensor of the matched trees whether it may be written."""
         if (donation := self.donation) is not None:
-            donation.look()
+            donation.add_made()
             # Mostly true, and one question for all: the others go tensor by tensor.
             if donation.are_alone(tensors):
                 return [True] * len(tensors)
@@ -202,7 +202,7 @@ class Writing:
     def finish(self) -> None:
         """Tells the donation which leaves were written over, and what replaces them."""
         if self.donation is not None:
-            self.donation.take(self.old_leaves, self.new_leaves)
+            self.donation.mark_written(self.old_leaves, self.new_leaves)
 
 
 def _share_memory(matched: Matched) -> bool:

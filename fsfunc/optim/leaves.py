@@ -32,7 +32,7 @@ from fsfunc.optim.places import (
 from fsfunc.sharded.complex_numbers import as_real
 from fsfunc.sharded.leaf import FlatShard, Sharded, is_sharded
 from fsfunc.sharded.packing import PackedTree, as_packed_trees
-from fsfunc.sharded.placements import describe
+from fsfunc.sharded.placements import describe_tensor
 from fsfunc.tree.types import Leaf, PyTree
 
 Tree: TypeAlias = PyTree
@@ -438,7 +438,7 @@ def describe_leaf(leaf: Leaf) -> str:
             return layout
         return f"{layout}, held in {dtype}"
     if isinstance(leaf, Tensor):
-        return f"{describe(leaf.shape, leaf.dtype)} on {leaf.device}"
+        return f"{describe_tensor(leaf.shape, leaf.dtype)} on {leaf.device}"
     return "None" if leaf is None else f"a {type(leaf).__name__}"
 
 

@@ -14,7 +14,7 @@ from fsfunc.comm.ledgers import Record
 from fsfunc.comm.operations import OPERATIONS, MessageRounds
 from fsfunc.planning.events import Op
 from fsfunc.planning.machines import Hardware
-from fsfunc.tree.structure import meant
+from fsfunc.tree.structure import did_you_mean
 
 
 def op_seconds(op: Op, hardware: Hardware, attention: str | None = None) -> float:
@@ -150,7 +150,7 @@ def attention_share(op: Op, hardware: Hardware, generation: str | None) -> float
     if generation is not None and generation not in known:
         raise ValueError(
             f'{hardware.name} knows no attention "{generation}"'
-            f"{meant(generation, known)}; it knows: {', '.join(known)}"
+            f"{did_you_mean(generation, known)}; it knows: {', '.join(known)}"
         )
     pair = known[generation or next(iter(known))]
     share = pair["backward" in op.name]

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from fsfunc.planning.machines import Hardware, Level, refuse_unknown
-from fsfunc.tree.structure import meant
+from fsfunc.tree.structure import did_you_mean
 
 
 def replace(hardware: Hardware, **fields: Any) -> Hardware:
@@ -74,8 +74,8 @@ def named(name: str) -> Hardware:
     if found is None:
         names = [hardware.name for hardware in GIVEN]
         raise ValueError(
-            f'no hardware is named "{name}"{meant(name.upper(), names)}; there are: '
-            f"{', '.join(names)}; another is described by Hardware(...)"
+            f'no hardware is named "{name}"{did_you_mean(name.upper(), names)}; there '
+            f"are: {', '.join(names)}; another is described by Hardware(...)"
         )
     return found
 

@@ -10,7 +10,7 @@ from types import MappingProxyType
 from typing import Any
 
 from fsfunc.comm.operations import OPERATIONS
-from fsfunc.tree.structure import meant
+from fsfunc.tree.structure import did_you_mean
 
 DTYPES = (
     "bfloat16", "float16", "float32", "float64", "float8_e4m3fn", "float8_e5m2"
@@ -157,7 +157,7 @@ class Hardware:
         for name in self.pairwise:
             if name not in OPERATIONS:
                 raise ValueError(
-                    f'pairwise has "{name}"{meant(name, OPERATIONS)}; the '
+                    f'pairwise has "{name}"{did_you_mean(name, OPERATIONS)}; the '
                     f"collectives are: {', '.join(OPERATIONS)}"
                 )
         for name, store in self.stores.items():
@@ -171,7 +171,7 @@ class Hardware:
         for dtype, rate in self.peak.items():
             if dtype not in DTYPES:
                 raise ValueError(
-                    f'peak has no dtype "{dtype}"{meant(dtype, DTYPES)}; '
+                    f'peak has no dtype "{dtype}"{did_you_mean(dtype, DTYPES)}; '
                     f"it knows: {', '.join(DTYPES)}"
                 )
             _positive(f'peak["{dtype}"]', rate)
@@ -239,7 +239,7 @@ def refuse_unknown(cls: type, given: Iterable[str]) -> None:
     for name in given:
         if name not in known:
             raise TypeError(
-                f'{cls.__name__} has no field "{name}"{meant(name, known)}; '
+                f'{cls.__name__} has no field "{name}"{did_you_mean(name, known)}; '
                 f"it has: {', '.join(known)}"
             )
 

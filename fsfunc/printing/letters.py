@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 def visible(text: str) -> str:
-    """``text`` with escapes for what a terminal would obey in place of showing it.
+    """Returns text with escapes for what a terminal would obey instead of showing.
 
     Names in a file may hold such letters: colours, moves of the cursor, other
     directions of writing, ends of lines.
@@ -18,5 +18,5 @@ def visible(text: str) -> str:
 
 
 def visible_lines(text: str) -> str:
-    """The same of several lines, which stay lines."""
+    """Returns text with such escapes in each line; lines stay lines."""
     return "\n".join(map(visible, text.split("\n")))

@@ -23,7 +23,7 @@ _PICTURE = (
     "font-family:Menlo,'DejaVu Sans Mono',Consolas,monospace;white-space:pre;"
     "line-height:1.2;overflow-x:auto;margin:.4em 0"
 )
-_escaped = partial(escape, quote=False)  # it stands in no attribute
+_escaped = partial(escape, quote=False)  # no text stands in an attribute
 
 
 def text_markup(text: str) -> str:
@@ -32,17 +32,20 @@ def text_markup(text: str) -> str:
     >>> text_markup("a < b & \\x1b[2J")
     '<div style="white-space:pre-wrap">a &lt; b &amp; \\\\x1b[2J</div>'
     """
-    said = _escaped(visible_lines(text))
-    return f'<div style="white-space:pre-wrap">{said}</div>' if said else ""
+    markup = _escaped(visible_lines(text))
+    return f'<div style="white-space:pre-wrap">{markup}</div>' if markup else ""
 
 
 def table_markup(
-    title: str, head: Sequence[str], rows: Iterable[Sequence[str]], rest: str = ""
+    title: str, head: Sequence[str], rows: Iterable[Sequence[str]], footer: str = ""
 ) -> str:
     """Returns a table, its title above it, and below it a line on rows left out.
 
     Args:
+        title: the title, or "".
         head: the columns' names, each after a mark: ``<`` flush left, ``>`` right.
+        rows: as many cells as the head has.
+        footer: the line below, or "".
 
     >>> print(table_markup("", (">size",), [("<4 B",)]))
     <table style="border-collapse:collapse;margin:.4em 0">
@@ -53,11 +56,11 @@ def table_markup(
     sides = ["right" if mark == ">" else "left" for mark, *_ in head]
 
     def row(cells: Iterable[str], tag: str) -> str:
-        said = (
+        columns = (
             f'<{tag} style="text-align:{side}">{_escaped(visible(cell))}</{tag}>'
             for cell, side in zip(cells, sides, strict=True)
         )
-        return f"<tr>{''.join(said)}</tr>"
+        return f"<tr>{''.join(columns)}</tr>"
 
     lines = [
         f'<table style="{_TABLE}">',
@@ -67,23 +70,23 @@ def table_markup(
     ]
     if title:
         lines.insert(0, f"<div><b>{_escaped(visible(title))}</b></div>")
-    return "\n".join([*lines, f"<div>{rest}</div>"] if rest else lines)
+    return "\n".join([*lines, f"<div>{footer}</div>"] if footer else lines)
 
 
 def picture_markup(lines: Iterable[Text]) -> str:
     """Returns lines of a picture, in which letters have rich's styles."""
-    said = "\n".join(map(_painted_line, lines))
-    return f'<pre style="{_PICTURE}">{said}</pre>'
+    markup = "\n".join(map(_line_markup, lines))
+    return f'<pre style="{_PICTURE}">{markup}</pre>'
 
 
-def _painted_line(line: Text) -> str:
-    said, at = "", 0
+def _line_markup(line: Text) -> str:
+    markup, end = "", 0  # of the last span
     for span in sorted(line.spans):
-        said += _escaped(line.plain[at : span.start])
+        markup += _escaped(line.plain[end : span.start])
         letters = _escaped(line.plain[span.start : span.end])
-        said += f'<span style="{_css(str(span.style))}">{letters}</span>'
-        at = span.end
-    return said + _escaped(line.plain[at:].rstrip())
+        markup += f'<span style="{_css(str(span.style))}">{letters}</span>'
+        end = span.end
+    return markup + _escaped(line.plain[end:].rstrip())
 
 
 @cache
@@ -97,5 +100,5 @@ def _css(style: str) -> str:
 
     parsed = Style.parse(style)
     colors = {"color": parsed.color, "background": parsed.bgcolor}
-    said = [f"{k}:{c.get_truecolor().hex}" for k, c in colors.items() if c is not None]
-    return ";".join(said)
+    rules = [f"{k}:{c.get_truecolor().hex}" for k, c in colors.items() if c is not None]
+    return ";".join(rules)

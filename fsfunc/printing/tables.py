@@ -1,6 +1,8 @@
 """Amounts in words, and tables on rich.
 
-Amounts have three digits; units are decimal: 1 kB is 1,000 bytes, 1 GB is 10^9 bytes.
+What the package shows, plans, tables and pictures, derives from `Printed`: it says its
+pieces, and is printed by ``print``, ``rich.print`` or a notebook. Amounts have three
+digits; units are decimal: 1 kB is 1,000 bytes, 1 GB is 10^9 bytes.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ _SMALL = ("", "m", "µ", "n", "p")
 
 
 def of_bytes(value: int | float | Fraction) -> str:
-    """Bytes as text.
+    """Returns bytes as text.
 
     >>> [of_bytes(n) for n in (0, 999, 1_234, 999_999, 80 * 10**9)]
     ['0 B', '999 B', '1.23 kB', '1.00 MB', '80.0 GB']
@@ -29,7 +31,7 @@ def of_bytes(value: int | float | Fraction) -> str:
 
 
 def of_flops(value: int | float | Fraction) -> str:
-    """Floating point operations as text.
+    """Returns floating point operations as text.
 
     >>> of_flops(300), of_flops(3.12e14)
     ('300 FLOP', '312 TFLOP')
@@ -38,7 +40,7 @@ def of_flops(value: int | float | Fraction) -> str:
 
 
 def of_count(value: int | float | Fraction) -> str:
-    """Elements, operations, tokens: anything counted.
+    """Returns a number of elements, operations or tokens as text.
 
     >>> of_count(12), of_count(1_500), of_count(-6.02e23)
     ('12', '1.50 k', '-602 Z')
@@ -47,7 +49,7 @@ def of_count(value: int | float | Fraction) -> str:
 
 
 def of_seconds(value: float) -> str:
-    """A time as text.
+    """Returns a time as text.
 
     >>> [of_seconds(t) for t in (0, 83.1e-6, 0.9999, 75, 4321.0)]
     ['0 s', '83.1 µs', '1.00 s', '75.0 s', '4321 s']
@@ -61,7 +63,7 @@ def of_seconds(value: float) -> str:
 
 
 def of_share(part: float | Fraction, whole: float | Fraction) -> str:
-    """A part of ``whole`` in per cent.
+    """Returns a part of ``whole`` in per cent.
 
     >>> of_share(1, 3), of_share(0, 0), of_share(1, 2000)
     ('33 %', '0 %', '<1 %')
@@ -71,7 +73,7 @@ def of_share(part: float | Fraction, whole: float | Fraction) -> str:
 
 
 def of_axes(sizes: Mapping[str, int]) -> str:
-    """A mesh's axes as text.
+    """Returns a mesh's axes as text.
 
     >>> of_axes({"data": 4, "pipe": 2})
     'data=4, pipe=2'
@@ -80,7 +82,7 @@ def of_axes(sizes: Mapping[str, int]) -> str:
 
 
 def _large(value: int | float | Fraction) -> str:
-    """Three digits, a blank and the unit's prefix."""
+    """Returns three digits, a blank and the unit's prefix."""
     if abs(value) < 1000 and value == int(value):
         return f"{int(value)} "
     scaled, step = float(value), 0
@@ -90,7 +92,7 @@ def _large(value: int | float | Fraction) -> str:
 
 
 def _digits(value: float) -> str:
-    """Three digits: ``1.23``, ``12.3``, ``123``; all of them of a longer number."""
+    """Returns three digits, ``1.23``, ``12.3``, ``123``; or all of a longer number."""
     return f"{value:#.3g}".rstrip(".") if abs(value) < 999.5 else f"{value:.0f}"
 
 
@@ -98,6 +100,8 @@ if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderResult
     from rich.text import Text
 
+# rich takes some 70 ms to import, which who prints nothing should not pay: so it is
+# imported inside of the functions that print.
 _UNBOUNDED = 100_000  # columns: no line of text is wrapped or cut
 _WIDTH = 120  # of a picture, by default
 
@@ -121,10 +125,10 @@ class Table:
     hidden: int = 0
 
     @property
-    def rest(self) -> str:
-        """A line on the rows that are not shown, if there are any."""
-        rest = max(len(self.rows) - self.most, 0) + self.hidden
-        return f"... and {rest} more" if rest else ""
+    def footer(self) -> str:
+        """A line on the rows that are not shown; "" if there are none."""
+        hidden = max(len(self.rows) - self.most, 0) + self.hidden
+        return f"... and {hidden} more" if hidden else ""
 
     def __rich_console__(
         self, console: Console, options: ConsoleOptions
@@ -141,13 +145,13 @@ class Table:
         for row in self.rows[: self.most]:
             table.add_row(*(Text(visible(cell)) for cell in row))
         yield table
-        if self.rest:
-            yield Text(self.rest)
+        if self.footer:
+            yield Text(self.footer)
 
     def markup(self) -> str:
-        """The same as HTML."""
+        """Returns the table as HTML."""
         shown = self.rows[: self.most]
-        return table_markup(self.title, self.head, shown, self.rest)
+        return table_markup(self.title, self.head, shown, self.footer)
 
 
 class Printed:
@@ -157,14 +161,17 @@ class Printed:
     """
 
     def pieces(self, width: int | None) -> Iterable[Table | Text | str]:
-        """Tables, lines of pictures, and what is said, which rich may wrap.
+        """Returns what to print: tables, lines of pictures, and text.
 
-        A picture is at most ``width`` columns wide; None: as it likes.
+        rich may wrap text.
+
+        Args:
+            width: the columns that a picture may have; None: as many as it likes.
         """
         raise NotImplementedError
 
     def text(self, width: int | None = _WIDTH) -> str:
-        """All of it as text; pictures are at most ``width`` columns wide."""
+        """Returns all of it as text; pictures have at most ``width`` columns."""
         from rich.console import Console
         from rich.text import Text
 
@@ -189,9 +196,10 @@ class Printed:
         return self.text()
 
     def _repr_html_(self) -> str:
-        """What a notebook shows; nothing is sent, and no tensor is read for it."""
+        """Returns what a notebook shows; nothing is sent, and no tensor is read."""
         blocks = list[str]()
         all_pieces = cast("Iterable[Any]", self.pieces(_WIDTH))
+        # Lines of one picture, or of one text, follow each other: they are one block.
         for kind, pieces in groupby(all_pieces, key=type):
             if kind is Table:
                 blocks += [table.markup() for table in pieces]
@@ -228,8 +236,8 @@ class Report(Printed):
         return self.parts
 
 
-def painted(cells: Iterable[tuple[str, str]]) -> Text:
-    """A line of a picture, which is never wrapped.
+def picture_line(cells: Iterable[tuple[str, str]]) -> Text:
+    """Returns a line of a picture, which is never wrapped.
 
     Args:
         cells: letters, and rich's style for them ("" for none).
@@ -237,5 +245,5 @@ def painted(cells: Iterable[tuple[str, str]]) -> Text:
     from rich.text import Text
 
     runs = groupby(cells, key=lambda cell: cell[1])
-    said = [("".join(letters for letters, _ in run), style) for style, run in runs]
-    return Text.assemble(*said, no_wrap=True, overflow="crop")
+    parts = [("".join(letters for letters, _ in run), style) for style, run in runs]
+    return Text.assemble(*parts, no_wrap=True, overflow="crop")

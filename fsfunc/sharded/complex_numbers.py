@@ -12,15 +12,17 @@ from torch import Tensor
 
 
 def as_real(x: Tensor) -> Tensor:
-    """A complex tensor as a real one, ``[..., 2]``, in its memory; others themselves.
+    """Returns a complex tensor as a real one, ``[..., 2]``; others as they are.
 
-    One whose conjugation is still to be computed is computed, in memory of its own.
+    The result lies in the memory of ``x``, unless its conjugation is still to be
+    computed (torch's lazy ``x.conj()``): then it is a copy.
 
     >>> as_real(torch.tensor([1 + 2j])), as_real(torch.ones(1))
     (tensor([[1., 2.]]), tensor([1.]))
     """
     if not x.is_complex():
         return x
-    if x.requires_grad and not x.numel():  # torch refuses the view's empty cotangent
+    # torch refuses the empty cotangent of `view_as_real`.
+    if x.requires_grad and not x.numel():
         return torch.stack((x.real, x.imag), -1)
     return torch.view_as_real(x.resolve_conj())

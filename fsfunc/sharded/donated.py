@@ -1,4 +1,11 @@
-"""Donation: which memory of a state a step may write into, and memory that is held."""
+"""Donation: which memory of a state a step may write into, and memory that is locked.
+
+Under ``donate`` an optimizer writes the new state over the old one, as XLA does with
+donated buffers. In Python others may still use the old memory: a view, a graph, an
+autograd node. A :class:`Donation` counts the uses of each storage; one that has more
+than those it knows is not written. `lock` keeps all donated steps off some memory, as
+while a checkpoint is written from it.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +13,6 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from operator import attrgetter
 from threading import Lock
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,6 +20,7 @@ from torch import Tensor
 from fsfunc import _torch
 from fsfunc.sharded.leaf import Sharded
 from fsfunc.sharded.spent import spend_all
+from fsfunc.tree.types import Leaf
 
 _key = attrgetter("_cdata")
 _FAKE = _torch.FakeTensor  # a plan's: nobody has a view of it
@@ -43,64 +50,69 @@ class Donation:
     def __init__(
         self,
         tensors: Iterable[Tensor],
-        leaves: Iterable[Any] = (),
+        leaves: Iterable[Leaf] = (),
         keys: Iterable[int] | None = None,
         storages: Sequence[torch.UntypedStorage] = (),
         *,
         why: str = OVERWRITTEN,
     ):
         self.why = why
-        # Kept alive: of one that is freed meanwhile the count would still include it.
+        # Strong references: the count of a storage still includes a known tensor, so
+        # that none may be freed meanwhile.
         self.known = list(tensors)
-        found = map(_torch.storage_key, self.known) if keys is None else keys
-        self.keys = list(found)
+        keys = map(_torch.storage_key, self.known) if keys is None else keys
+        self.keys = list(keys)
         self.storages = storages  # each has one handle, and gets no other
-        self.lazy = list(leaves)  # counted when something is to be written
+        # Leaves whose tensors are looked up only when something is to be written: a
+        # packed leaf may make its part until then.
+        self.uncounted = list(leaves)
 
-    def add(self, leaves: Iterable[Any]) -> None:
+    def add(self, leaves: Iterable[Leaf]) -> None:
         """Adds leaves to what is known, with the tensors that they will make."""
         leaves = list(leaves)
-        later = [x for x in leaves if type(x) is Sharded and x._part is None]
-        self.lazy += later  # that have not made their tensor yet
-        if len(later) == len(leaves):
+        without_part = [x for x in leaves if type(x) is Sharded and x._part is None]
+        self.uncounted += without_part
+        if len(without_part) == len(leaves):
             return
         parts = [x._part if isinstance(x, Sharded) else x for x in leaves]
-        made = [x for x in parts if isinstance(x, Tensor)]
-        self.known += made
-        self.keys += map(_torch.storage_key, made)
+        tensors = [x for x in parts if isinstance(x, Tensor)]
+        self.known += tensors
+        self.keys += map(_torch.storage_key, tensors)
 
-    def look(self) -> None:
+    def add_made(self) -> None:
         """Adds the tensors that leaves have made by now."""
-        if self.lazy:
-            leaves, self.lazy = self.lazy, []
+        if self.uncounted:
+            leaves, self.uncounted = self.uncounted, []
             self.add(leaves)
 
     def are_alone(self, tensors: Sequence[Tensor]) -> bool:
-        """True if each of ``tensors`` is known, and alone in its memory.
+        """Returns whether each of ``tensors`` is known, and alone in its memory.
 
-        So nothing overlaps one of them. False also where that is not known.
+        So nothing overlaps one of them. False also where that is not known. It asks
+        less of each tensor than `may_write` does.
         """
-        if len(at := set(map(id, tensors))) < len(tensors):
+        if len(ids := set(map(id, tensors))) < len(tensors):
             return False
-        # By a tensor and its handle; by less where the tensor was moved.
+        # Two uses: the tensor, and the handle here. Other counts where it was moved.
         uses = set(map(_torch.uses_of, map(_key, self.storages)))
-        return uses == {2} and at.issubset(map(id, self.known[: len(self.storages)]))
+        return uses == {2} and ids.issubset(map(id, self.known[: len(self.storages)]))
 
     def may_write(self, tensors: Iterable[Tensor]) -> list[bool]:
-        """For each tensor, whether its storage has known uses alone."""
+        """Returns for each tensor whether its storage has known uses alone."""
         # By id, as what is known twice uses its storage once.
         uses = Counter(dict(zip(map(id, self.known), self.keys, strict=True)).values())
-        asked = [(x, x.untyped_storage()) for x in tensors]  # each with a handle
+        # Each with a handle, which is one use more of its storage.
+        handles = [(x, x.untyped_storage()) for x in tensors]
         return [
             (key := storage._cdata) in uses
             and (_torch.uses_of(key) <= uses[key] + 1 or isinstance(x, _FAKE))
-            for x, storage in asked
+            for x, storage in handles
         ]
 
-    def take(self, old: Iterable[Any], new: Iterable[Any]) -> None:
-        """Marks overwritten leaves as spent, and adds those in their place."""
+    def mark_written(self, old: Iterable[Leaf], new: Iterable[Leaf]) -> None:
+        """Marks overwritten leaves as spent, and adds the new ones in their place."""
         spend_all(old, self.why)
-        self.lazy += new
+        self.uncounted += new
 
 
 class Everything(Donation):
@@ -114,53 +126,54 @@ class Everything(Donation):
 
 
 def overlaps(x: Tensor, others: list[tuple[int, int]]) -> bool:
-    """True if ``x`` overlaps one of ``others``, to which it is added.
+    """Returns whether ``x`` overlaps one of ``others``, and adds its range to them.
 
     Args:
         others: of the same storage, (first, last + 1) byte of each.
     """
-    first, stop = _reach(x)
-    meets = any(first < end and start < stop for start, end in others)
+    first, stop = _byte_range(x)
+    does_overlap = any(first < end and start < stop for start, end in others)
     others.append((first, stop))
-    return meets
+    return does_overlap
 
 
-def _reach(x: Tensor) -> tuple[int, int]:
-    """(first, last + 1) byte of its storage that ``x`` holds."""
+def _byte_range(x: Tensor) -> tuple[int, int]:
+    """Returns (first, last + 1) byte of its storage that ``x`` holds."""
     size, start = x.element_size(), int(x.storage_offset())
-    steps = zip(x.shape, x.stride(), strict=True)
-    last = start + sum((n - 1) * step for n, step in steps)
+    strides = zip(x.shape, x.stride(), strict=True)
+    last = start + sum((n - 1) * stride for n, stride in strides)
     stop = int(last + 1) if x.numel() else start
     return start * size, stop * size
 
 
-_locked: Counter[int] = Counter()
+_locked: Counter[int] = Counter()  # by storage key, how many locks are on it
 
 
-_lock = Lock()
+_mutex = Lock()  # simulated ranks, and a checkpoint's writer, are threads
 
 
 def lock(tensors: Iterable[Tensor]) -> Callable[[], None]:
-    """Keeps donated steps from writing ``tensors``, until what it returns is called.
+    """Keeps donated steps from writing ``tensors``, and returns what unlocks them.
 
-    A donated step then makes a new state, as the pure step does. The caller keeps the
-    tensors alive.
+    Until that is called a donated step makes a new state, as the pure step does. The
+    caller keeps the tensors alive.
     """
     keys = {_torch.storage_key(x) for x in tensors}
-    with _lock:
+    with _mutex:
         _locked.update(keys)
 
     def release() -> None:
-        with _lock:
+        with _mutex:
             _locked.subtract(keys)
+            # A key may be another storage's later: none is left with a count of 0.
             for key in keys:
                 if not _locked[key]:
                     del _locked[key]
-            keys.clear()
+            keys.clear()  # a second call does nothing
 
     return release
 
 
 def are_locked(tensors: Iterable[Tensor]) -> bool:
-    """True if any of ``tensors`` lies in memory that `lock` protects."""
+    """Returns whether any of ``tensors`` lies in memory that `lock` protects."""
     return bool(_locked) and any(_torch.storage_key(x) in _locked for x in tensors)

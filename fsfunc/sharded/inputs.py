@@ -1,4 +1,8 @@
-"""Checks of arguments: functions, integers, kinds of leaves, rows of a batch."""
+"""Checks of arguments: functions, integers, kinds of leaves, rows of a batch.
+
+Public functions call them first, so that a wrong argument raises where it is given, and
+names the leaf and the way out, and not later in torch.
+"""
 
 from __future__ import annotations
 
@@ -11,14 +15,16 @@ from torch import Tensor
 
 from fsfunc import _torch, tree
 from fsfunc.sharded.leaf import is_sharded
+from fsfunc.tree.types import Leaf, PyTree
 
 
-def _is_array(x: Any) -> bool:
-    known = isinstance(x, Tensor) or is_sharded(x)
-    return not known and hasattr(x, "__array_interface__") and x.ndim > 0
+def _is_array(x: Leaf) -> bool:
+    is_ours = isinstance(x, Tensor) or is_sharded(x)
+    return not is_ours and hasattr(x, "__array_interface__") and x.ndim > 0
 
 
-_KINDS: dict[str, tuple[Callable[[Any], bool], str]] = {
+# By name: whether a leaf is of the kind, and what an error says of it.
+_KINDS: dict[str, tuple[Callable[[Leaf], bool], str]] = {
     "array": (
         _is_array,
         "a numpy array {x.dtype}{shape}, which nothing cuts, gathers or "
@@ -53,8 +59,11 @@ _KINDS: dict[str, tuple[Callable[[Any], bool], str]] = {
 }
 
 
-def check_function(f: Any, who: str) -> None:
-    """Raises if ``f``, an argument of ``who``, cannot be called.
+def check_function(f: object, who: str) -> None:
+    """Raises if ``f`` cannot be called.
+
+    Args:
+        who: the function whose argument ``f`` is, for the message.
 
     Raises:
         TypeError: names what is given.
@@ -69,6 +78,10 @@ def check_function(f: Any, who: str) -> None:
 def check_integer(value: Any, name: str, least: int | None = None) -> None:
     """Raises if an option is no integer, or below ``least``.
 
+    Args:
+        value: the option, whatever the user gave.
+        name: its name.
+
     Raises:
         TypeError, ValueError: names the option and what is given.
     """
@@ -81,11 +94,11 @@ def check_integer(value: Any, name: str, least: int | None = None) -> None:
 
 
 def arguments(count: int, first: int = 0) -> list[str]:
-    """Names of positional arguments, for messages."""
+    """Returns names of positional arguments, for messages."""
     return [f"argument {i}" for i in range(first, first + count)]
 
 
-def refuse(kinds: str, who: str, values: Any, *parts: str) -> None:
+def refuse(kinds: str, who: str, values: PyTree, *parts: str) -> None:
     """Raises if a leaf of ``values`` is of one of these kinds.
 
     Args:
@@ -105,25 +118,27 @@ def refuse(kinds: str, who: str, values: Any, *parts: str) -> None:
     TypeError: f is given, as params at 'w', a tensor with layout torch.sparse_coo: ...
     """
     kinds = kinds.replace("array", "array dtensor")
-    looks = [_KINDS[kind] for kind in kinds.split()]
+    checks = [_KINDS[kind] for kind in kinds.split()]
     leaves = tree.leaves(values, is_leaf=is_sharded)
     if all(map(is_sharded, leaves)):
         return
-    rest = [(i, x) for i, x in enumerate(leaves) if not is_sharded(x)]
+    plain = [(i, x) for i, x in enumerate(leaves) if not is_sharded(x)]
     with _torch.plain_tensors():  # donated leaves are refused elsewhere
-        odd = [(i, s) for i, x in rest for f, s in looks if f(x)]
-    for i, said in odd:
+        refused = [
+            (i, text) for i, x in plain for is_kind, text in checks if is_kind(x)
+        ]
+    for i, text in refused:
         path, where = tree.paths(values, is_leaf=is_sharded)[i], ""
         if parts:
             first, _, path = path.partition("/")
             where = f" as {parts[int(first)]}"
         where += f" at {path!r}" if path else ""
-        said = said.format(x=leaves[i], shape=list(leaves[i].shape))
-        raise TypeError(f"{who} is given{where and f',{where},'} {said}")
+        text = text.format(x=leaves[i], shape=list(leaves[i].shape))
+        raise TypeError(f"{who} is given{where and f',{where},'} {text}")
 
 
 def rows_of(batch: Mapping[str, Tensor], n: int, *, even: bool = False) -> int:
-    """The number of rows of a batch that is to be cut into ``n`` parts.
+    """Returns the number of rows of a batch that is to be cut into ``n`` parts.
 
     Args:
         batch: path -> leaf, of one dim or more; may be empty.
@@ -146,12 +161,12 @@ def rows_of(batch: Mapping[str, Tensor], n: int, *, even: bool = False) -> int:
         return count
     shapes = {path: tuple(x.shape) for path, x in batch.items()}
     if count == 0:
-        why = "the batch is empty, and a mean over no rows is no number: skip it"
+        reason = "the batch is empty, and a mean over no rows is no number: skip it"
     elif count < n:
-        why = "give at least one row each"
+        reason = "give at least one row each"
     else:
-        why = f"{count} is not a multiple of {n}"
+        reason = f"{count} is not a multiple of {n}"
     raise ValueError(
         f"cannot cut {count} rows (dim 0 of the batch leaves {shapes}) into {n} "
-        f"microbatches: {why}"
+        f"microbatches: {reason}"
     )

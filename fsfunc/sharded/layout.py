@@ -22,14 +22,15 @@ from fsfunc.sharded.placements import (
     Placement,
     Split,
     Whole,
-    check,
-    describe,
-    say,
+    check_placements,
+    describe_placement,
+    describe_tensor,
 )
 
-Coordinates = Mapping[str, int]
-View = tuple[tuple[int, ...], tuple[int, ...], int]
-Region = tuple[tuple[tuple[int, int], ...] | None, int, int]
+Coordinates = Mapping[str, int]  # of a rank, by axis
+View = tuple[tuple[int, ...], tuple[int, ...], int]  # shape, strides, offset
+Ranges = tuple[tuple[int, int], ...]  # (start, length) along each dim
+Region = tuple[Ranges | None, int, int]  # a block, and a range of its flattening
 Key = tuple[int, ...]  # the coordinates over `layout.axes`, in that order, unnamed
 
 
@@ -74,7 +75,7 @@ class Layout:
         parts = tuple([part for part in self.parts if not isinstance(part, Whole)])
         object.__setattr__(self, "shape", tuple(map(int, self.shape)))
         object.__setattr__(self, "parts", parts)
-        check(self.shape, parts, lambda: self.subject)
+        check_placements(self.shape, parts, lambda: self.subject)
 
     @property
     def ndim(self) -> int:
@@ -97,7 +98,7 @@ class Layout:
 
     @cached_property
     def owners(self) -> tuple[Owned, ...]:
-        """Its `Owned` placements."""
+        """Its `Owned` placements: which coordinates alone have the leaf."""
         return tuple(p for p in self.parts if isinstance(p, Owned))
 
     @cached_property
@@ -120,17 +121,18 @@ class Layout:
     @cached_property
     def unit_shape(self) -> tuple[int, ...]:
         """The shape inside the unit that gathers it: without the `Flat` placement."""
-        at = dict.fromkeys(self.axes, 0) | {p.axis: p.coordinate for p in self.owners}
-        return tuple(n for _, n in self.block(at) or ())
+        first = dict.fromkeys(self.axes, 0)  # the first block of a split is the largest
+        owner = first | {p.axis: p.coordinate for p in self.owners}
+        return tuple(n for _, n in self.block(owner) or ())
 
     @cached_property
     def view(self) -> View:
         """Shape, strides and offset of the leaf in the gathered buffer."""
-        shape, steps, step = self.unit_shape, [], 1
+        shape, strides, stride = self.unit_shape, [], 1
         for n in reversed(shape):
-            steps.append(step)
-            step *= max(n, 1)
-        return shape, tuple(reversed(steps)), self.flat.offset if self.flat else 0
+            strides.append(stride)
+            stride *= max(n, 1)
+        return shape, tuple(reversed(strides)), self.flat.offset if self.flat else 0
 
     @cached_property
     def sizes(self) -> dict[str, int]:
@@ -145,70 +147,73 @@ class Layout:
     @property
     def subject(self) -> str:
         """The leaf as error messages name it: `'blocks/3/w' f32[10, 7]`."""
-        return describe(self.shape, self.dtype, repr(self.name) if self.name else "")
+        name = repr(self.name) if self.name else ""
+        return describe_tensor(self.shape, self.dtype, name)
 
     def key(self, coordinates: Coordinates) -> Key:
-        """The coordinates along `axes`, checked; other axes are ignored."""
+        """Returns the coordinates along `axes`, checked; other axes are ignored."""
         for axis, size in self.sizes.items():
-            at = coordinates.get(axis)
-            if at is None or not 0 <= at < size:
-                found = "is missing" if at is None else f"has coordinate {at}"
+            index = coordinates.get(axis)
+            if index is None or not 0 <= index < size:
+                fault = "is missing" if index is None else f"has coordinate {index}"
                 raise ValueError(
                     f"cannot find the part of {self.subject} at {dict(coordinates)}: "
-                    f'axis "{axis}" of size {size} {found}; give each of '
+                    f'axis "{axis}" of size {size} {fault}; give each of '
                     f"{list(self.axes)} a coordinate from 0 to its size - 1"
                 )
         return tuple([coordinates[axis] for axis in self.sizes])
 
-    def block(self, coordinates: Coordinates) -> tuple[tuple[int, int], ...] | None:
-        """(start, length) along each dim of the block that a rank has, before `Flat`.
+    def block(self, coordinates: Coordinates) -> Ranges | None:
+        """Returns (start, length) along each dim of a rank's block, before `Flat`.
 
         `Owned` and `Split` give the block; a `Flat` cuts its row-major flattening
         (`span`). None where the rank has none.
         """
         self.key(coordinates)
-        box = [(0, n) for n in self.shape]
+        block = [(0, n) for n in self.shape]
         for part in self.parts:
             if isinstance(part, Owned) and coordinates[part.axis] != part.coordinate:
                 return None
             if isinstance(part, Split):
-                start, n = box[part.dim]
-                step = -(-n // part.size)
-                skip = min(coordinates[part.axis] * step, n)
-                box[part.dim] = (start + skip, min(step, n - skip))
-        return tuple(box)
+                start, n = block[part.dim]
+                # As torch.chunk: blocks of ceil(n / size), the last short or empty.
+                length = -(-n // part.size)
+                skip = min(coordinates[part.axis] * length, n)
+                block[part.dim] = (start + skip, min(length, n - skip))
+        return tuple(block)
 
     def region(self, coordinates: Coordinates) -> Region:
-        """`block`, and (start, stop) of the rank's part in its flattening."""
-        box = self.block(coordinates)
-        n = 0 if box is None else math.prod([n for _, n in box])
+        """Returns `block`, and (start, stop) of the rank's part in its flattening."""
+        block = self.block(coordinates)
+        n = 0 if block is None else math.prod([n for _, n in block])
         if self.flat is None:
-            return box, 0, n
+            return block, 0, n
+        # Where the rank's chunk of the buffer begins, counted from the leaf's offset.
         low = self.flat.index(coordinates) * self.flat.chunk - self.flat.offset
-        return box, min(max(low, 0), n), min(max(low + self.flat.chunk, 0), n)
+        return block, min(max(low, 0), n), min(max(low + self.flat.chunk, 0), n)
 
     def span(self, coordinates: Coordinates) -> tuple[int, int]:
-        """(start, stop) of the rank's part in the row-major flattening of `block`."""
+        """Returns (start, stop) of the rank's part in the flattening of `block`."""
         return self.region(coordinates)[1:]
 
     def local_shape(self, coordinates: Coordinates) -> tuple[int, ...]:
-        """The shape of the part of the rank at these coordinates."""
-        box, start, stop = self.region(coordinates)
-        if self.flat is None and box is not None:
-            return tuple(n for _, n in box)
+        """Returns the shape of the part of the rank at these coordinates."""
+        block, start, stop = self.region(coordinates)
+        if self.flat is None and block is not None:
+            return tuple(n for _, n in block)
         return (stop - start,)
 
     def check_part(self, shape: Sequence[int], coordinates: Coordinates) -> None:
         """Raises unless a part has `local_shape`, or that flattened."""
-        due = self.local_shape(coordinates)
-        if tuple(shape) not in (due, (math.prod(due),)):
+        expected = self.local_shape(coordinates)
+        if tuple(shape) not in (expected, (math.prod(expected),)):
             raise ValueError(
-                f"the part of {self} is {due} on this rank, not {tuple(shape)}: "
+                f"the part of {self} is {expected} on this rank, not {tuple(shape)}: "
                 "ff.lay_like(whole, leaf) cuts it from a whole tensor"
             )
 
     def buffer_range(self, coordinates: Coordinates) -> tuple[int, int]:
-        """(start, stop) of the rank's part in its `chunk` of the buffer.
+        """Returns (start, stop) of the rank's part in its `chunk` of the buffer.
 
         >>> flat = Flat(("data",), 2, "u", offset=6, chunk=8)
         >>> layout = Layout((5,), torch.float32, (flat,))
@@ -224,16 +229,18 @@ class Layout:
 
     def __str__(self) -> str:
         parts = ", ".join(
-            say(part, self.shape, self.parts[:i]) for i, part in enumerate(self.parts)
+            describe_placement(part, self.shape, self.parts[:i])
+            for i, part in enumerate(self.parts)
         )
-        return f"{describe(self.shape, self.dtype, self.name)} {parts or 'whole'}"
+        leaf = describe_tensor(self.shape, self.dtype, self.name)
+        return f"{leaf} {parts or 'whole'}"
 
     def _repr_html_(self) -> str:  # what a notebook shows
         return f"<code>{escape(str(self))}</code>"
 
 
 def every_coordinate(over: Layout | Mapping[str, int]) -> Iterator[dict[str, int]]:
-    """Each point of a layout's axes, or of the axes of the sizes given, row-major.
+    """Yields each point of a layout's axes, or of axes of given sizes, row-major.
 
     >>> list(every_coordinate({"node": 1, "data": 2}))
     [{'node': 0, 'data': 0}, {'node': 0, 'data': 1}]

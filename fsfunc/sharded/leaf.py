@@ -1,14 +1,19 @@
 """``Sharded``, a leaf that is one rank's part of a tensor; ``FlatShard``, its buffer.
 
 The leaves of one unit lie in one packed buffer, of which each rank has one contiguous
-range; its parts of the leaves are views of that. So gathers and reductions copy nothing
-in or out, and an optimizer updates one long tensor instead of many short ones.
-``packing.repack_leaves`` packs again what a user's ``tree_map`` has made.
+range; its parts of the leaves are views of that::
+
+    buffer     | w w w w w w | b b | v v v v v v v |  padding
+    ranges     [   rank 0   ) [   rank 1   ) [   rank 2   )
+
+So gathers and reductions copy nothing in or out, and an optimizer updates one long
+tensor instead of many short ones. ``packing.repack_leaves`` packs again what a user's
+``tree_map`` has made.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partialmethod
 from html import escape
@@ -21,13 +26,15 @@ from torch import Tensor
 from fsfunc import _torch, tree
 from fsfunc.runtime.memory_spaces import MemorySpace, space_of
 from fsfunc.sharded.layout import Flat, Layout
+from fsfunc.tree.types import Args, Keywords, PyTree
 
 PENDING = (
     "this gradient is not available inside of the shard that reduces it in backward: "
     "read or modify gradients outside, as in mine(shard(step))"
 )
 
-# Of one gradient call, by buffer and layout: the parts used outside units.
+# Of one gradient call: the parts of packed leaves that are read outside units, as
+# autograd leaves, by the ids of the buffer and the layout.
 Parts = dict[tuple[int, int], Tensor]
 
 
@@ -53,10 +60,13 @@ class Sharded:
     >>> mine.local.shape, mine.shape
     (torch.Size([2, 2]), torch.Size([4, 2]))
 
-    ``packed`` is the buffer that ``local`` is a view of, or None. In a gradient call
-    that sums the buffer's gradient outside autograd, ``local`` is instead an autograd
-    leaf of its own, kept in ``parts``, for code outside units. ``spent`` is the error
-    of a leaf that may not be used any more.
+    Attributes:
+        packed: the buffer that ``local`` is a view of, or None.
+        parts: None, but in a gradient call that sums the buffer's gradient outside
+            autograd: there ``local`` is, for code outside units, an autograd leaf of
+            its own, which is stored here.
+        why_unusable: the error that a use raises, of a leaf that may not be used: its
+            memory was given away, or it is a gradient still to be reduced. Else empty.
     """
 
     __slots__ = (
@@ -70,6 +80,8 @@ class Sharded:
         packed: FlatShard | None = None,
         why_unusable: str = "",
     ):
+        # A leaf of a buffer has a range, (flat, start, stop), and makes its part when
+        # it is first read: most steps read no part of most leaves.
         self._part = local
         self._range: tuple[Tensor, int, int] | None = None
         self.layout, self.packed, self.why_unusable = layout, packed, why_unusable
@@ -82,8 +94,13 @@ class Sharded:
         return self._part
 
     def _make(self) -> None:
-        """Makes the part, as if at once: beneath the modes and levels of its reader."""
+        """Makes the part as it would have been when the leaf was made.
+
+        That is beneath the dispatch modes and functorch levels of whoever reads it
+        first.
+        """
         flat, start, stop = self._range  # type: ignore[misc]
+        # The usual case: no mode, level or grad setting in force would change the view.
         if self.parts is None and _torch.plainly(flat):
             self._part = flat[start:stop]
             return
@@ -95,6 +112,7 @@ class Sharded:
                         part = part.detach()
                         # By the field: torch.func refuses the method, beneath it too.
                         part.requires_grad = True
+                    # A leaf that occurs twice in the arguments is one autograd leaf.
                     key = id(self.packed), id(self.layout)
                     part = self.parts.setdefault(key, part)
         self._part = part
@@ -106,7 +124,7 @@ class Sharded:
         return self._local if self._part is None else self._part
 
     def check(self) -> None:
-        """Raises if the leaf is ``spent``."""
+        """Raises if the leaf may not be used, ``why_unusable``."""
         if self.why_unusable:
             raise RuntimeError(f"{self.layout.name!r}: {self.why_unusable}")
 
@@ -125,7 +143,7 @@ class Sharded:
 
     @property
     def part_shape(self) -> tuple[int, ...]:
-        """The shape of ``local``, which is not made."""
+        """The shape of ``local``, which is not made for that."""
         self.check()
         if self._range is not None:
             return (self._range[2] - self._range[1],)
@@ -135,11 +153,15 @@ class Sharded:
         return self.layout.numel
 
     def with_local(self, local: Any) -> Sharded:
-        """A leaf of the same layout with another part, in no buffer."""
+        """Returns a leaf of the same layout with another part, in no buffer."""
         return type(self)(local, self.layout)
 
     def tracked(self, parts: Parts) -> Sharded:
-        """A copy whose ``local``, when it is read, is an autograd leaf in ``parts``."""
+        """Returns a copy whose ``local``, when read, is an autograd leaf in ``parts``.
+
+        Gradients of packed leaves do not pass through autograd: a unit gives those of
+        its buffer to ``shard``. Only code outside units needs an autograd leaf.
+        """
         packed: Any = self.packed
         leaf = type(self)(None, self.layout, packed)
         leaf._range = (packed.flat, *(packed._spans or packed.spans)[id(self.layout)])
@@ -147,7 +169,7 @@ class Sharded:
         return leaf
 
     def twin(self) -> Sharded:
-        """A detached copy in the same storage."""
+        """Returns a detached leaf in the same storage."""
         if self.why_unusable:
             self.check()  # which raises
         part = self._part if self._range is None else None  # made when asked for
@@ -158,23 +180,29 @@ class Sharded:
 
     def __repr__(self) -> str:
         local = self._local
-        held = tuple(local.shape) if isinstance(local, Tensor) else "?"
-        return f"Sharded({self.layout}, local {held})"
+        shape = tuple(local.shape) if isinstance(local, Tensor) else "?"
+        return f"Sharded({self.layout}, local {shape})"
 
     def _repr_html_(self) -> str:  # what a notebook shows
         return f"<code>{escape(repr(self))}</code>"
 
-    def __reduce__(self) -> Any:
+    def __reduce__(self) -> tuple[type[Sharded], tuple[Tensor, Layout]]:
         # A part is a view of a buffer: without the clone the whole buffer is written.
         return Sharded, (self.local.clone(), self.layout)
 
+    # The names that begin with `tree_` are read by `tree.structure` and `tree.nodes`.
+
     def tree_text(self) -> str:
+        """Returns what an error about structures calls the leaf."""
         return f"a leaf in parts ({self.layout})"
 
-    def tree_beside(self, other: Any) -> list[Any] | None:
-        """What a map gives beside the part: a number, which is one for all of it."""
-        number = isinstance(other, Tensor) and not other.ndim
-        return [other] if number or isinstance(other, (int, float)) else None
+    def tree_beside(self, other: PyTree) -> list[PyTree] | None:
+        """Returns what a map of several trees takes beside the part, if ``other`` fits.
+
+        A number does, which is one for all of the leaf.
+        """
+        is_scalar = isinstance(other, Tensor) and not other.ndim
+        return [other] if is_scalar or isinstance(other, (int, float)) else None
 
     tree_advice = (
         "One leaf is sharded and the other whole, or otherwise. A copy of parameters "
@@ -186,19 +214,20 @@ class Sharded:
 
     __hash__ = object.__hash__  # leaves are known by identity: == refuses
 
-    def _refuse(self, what: str, *_: Any) -> NoReturn:
+    def _refuse(self, attempt: str, *_: object) -> NoReturn:
+        """Raises; ``attempt`` says what cannot be done."""
         if self.layout.splits and self.layout.flat is None:
             raise NotATensor(
-                f"{what}: {self.layout.name or 'a leaf'!r} ({self.layout}) is this "
+                f"{attempt}: {self.layout.name or 'a leaf'!r} ({self.layout}) is this "
                 "rank's block of a split tensor. ff.nn.column_linear takes weights "
                 "that are split along dim 0, ff.nn.row_linear along dim 1, "
                 "ff.nn.vocab_embedding and ff.nn.linear_cross_entropy tables and heads "
                 "split along dim 0; .local is the block"
             )
         raise NotATensor(
-            f"{what}: {self.layout.name or 'a leaf'!r} ({self.layout}) is sharded, and "
-            "a tensor only where a unit has it in its first argument. Read it in an "
-            "@ff.unit function under ff.shard; map over its part with tree_map; use "
+            f"{attempt}: {self.layout.name or 'a leaf'!r} ({self.layout}) is sharded, "
+            "and a tensor only where a unit has it in its first argument. Read it in "
+            "an @ff.unit function under ff.shard; map over its part with tree_map; use "
             "ff.global_norm or ff.tree_sum for sums over elements, ff.unshard for the "
             "whole"
         )
@@ -209,14 +238,20 @@ class Sharded:
         self._refuse(f"cannot read .{name}")
 
     @classmethod
-    def __torch_function__(cls, func, types, args=(), kwargs=None):
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Collection[type],
+        args: Args = (),
+        kwargs: Keywords | None = None,
+    ) -> NoReturn:
         for x in tree.leaves((args, kwargs), is_leaf=is_sharded):
             if isinstance(x, Sharded):
                 x._refuse(f"cannot call {getattr(func, '__name__', func)}")
         raise TypeError(f"cannot call {func}")
 
 
-OPERATORS = (
+OPERATORS: Sequence[str] = (
     "add radd sub rsub mul rmul truediv rtruediv floordiv rfloordiv mod rmod pow rpow "
     "matmul rmatmul and rand or ror xor rxor lshift rshift neg pos abs invert eq ne lt "
     "le gt ge bool len iter contains getitem setitem float int index complex iadd isub "
@@ -235,7 +270,7 @@ is_sharded = cast(Callable[[Any], TypeGuard[Sharded]], Sharded.__instancecheck__
 
 
 class PendingGradient(Sharded):
-    """The gradient of a leaf that the enclosing ``shard`` has still to reduce.
+    """A pending gradient of a leaf, which the enclosing ``shard`` has still to reduce.
 
     It stands in the tree of gradients that transforms within ``shard`` see, until the
     sums of the gradient call take its place. It has a layout and no part: to read it
@@ -245,7 +280,8 @@ class PendingGradient(Sharded):
     __slots__ = ()
 
     def __init__(self, layout: Layout):
-        # Each in place: one is made for each leaf of each gradient call.
+        # Not by `super().__init__`, which is slower: each leaf of each gradient call
+        # has one.
         self._part = self._range = self.packed = self.parts = None
         self.layout, self.why_unusable = layout, PENDING
 
@@ -266,13 +302,15 @@ class FlatShard:
         members: the layouts of the leaves, in the order of their offsets.
         flat: the rank's range, ``[chunk]``; padding is zero.
         coordinates: the rank's coordinates on the axes of the buffer.
-        whole: the gathered buffer ``[size * chunk]``, if the rank keeps it (zero 1 and
-            2); ``flat`` may be a view of it.
+        whole: the gathered buffer ``[size * chunk]``, if the rank has it cached (zero 1
+            and 2): of what ``flat`` held when `cache_gathered` was called. ``flat`` may
+            be a view of it.
 
-    ``place`` is the `Flat` placement of the first leaf, ``buffer`` the buffer's name;
-    ``is_shared``: whether small neighbouring units share it; ``+`` joins their names.
-    ``whole`` is a cache of what ``flat`` held when ``keep`` was called; ``shows`` is
-    False once ``flat`` has been written.
+    Attributes:
+        place: the `Flat` placement of the first leaf.
+        buffer: the buffer's name.
+        is_shared: whether small neighbouring units share it; ``+`` joins their names.
+        split_axes: the axes over which layouts split its leaves, beside `Flat`.
     """
 
     members: tuple[Layout, ...]
@@ -298,8 +336,8 @@ class FlatShard:
     def name(self) -> str:
         """The unit and the first leaf, for messages."""
         unit, first = self.buffer.partition(":")[0], self.members[0].name
-        more = len(self.members) - 1
-        return f"{unit}({first} and {more} more)" if more else f"{unit}({first})"
+        others = len(self.members) - 1
+        return f"{unit}({first} and {others} more)" if others else f"{unit}({first})"
 
     @property
     def ranges(self) -> list[tuple[int, int]]:
@@ -310,8 +348,8 @@ class FlatShard:
     def spans(self) -> dict[int, tuple[int, int]]:
         """(start, stop) in ``flat``, by the id of a member."""
         if self._spans is None:
-            at = self.coordinates
-            self._spans = {id(m): m.buffer_range(at) for m in self.members}
+            here = self.coordinates
+            self._spans = {id(m): m.buffer_range(here) for m in self.members}
         return self._spans
 
     @property
@@ -327,34 +365,40 @@ class FlatShard:
         return 0 if self.flat.is_inference() else self.flat._version
 
     def cache_gathered(self, whole: Tensor) -> None:
-        """Keeps the gathered buffer in ``whole``, if autograd may read it."""
+        """Stores the gathered buffer in ``whole``, if autograd may read it."""
+        # An inference tensor has no version by which a later write would show.
         if not (whole.is_inference() or self.flat.is_inference()):
             self.whole, self._version = whole, self.flat._version
 
     def is_cached(self, dtype: torch.dtype) -> bool:
-        """True if ``whole`` has the values of ``flat``, in ``dtype``."""
+        """Returns whether ``whole`` has the values of ``flat`` as they are now.
+
+        Args:
+            dtype: that in which they are wanted.
+        """
         whole = self.whole
         if whole is None or whole.dtype != dtype or self.flat.is_inference():
             return False
         return self._version == self.flat._version
 
     def leaves(self) -> list[Sharded]:
-        """The leaves, whose parts, views of ``flat``, are made when first read."""
+        """Returns the leaves, whose parts are views of ``flat``, made at first read."""
         flat, spans, leaves = self.flat, (self._spans or self.spans).values(), []
-        at_once = flat.requires_grad or _torch.is_wrapped(flat)  # views have a history
+        # Views of a tensor with a history belong to it from now on.
+        makes_views = flat.requires_grad or _torch.is_wrapped(flat)
         for layout, (start, stop) in zip(self.members, spans, strict=True):
-            leaf = Sharded(flat[start:stop] if at_once else None, layout, self)
-            if not at_once:
+            leaf = Sharded(flat[start:stop] if makes_views else None, layout, self)
+            if not makes_views:
                 leaf._range = (flat, start, stop)
             leaves.append(leaf)
         return leaves
 
     def like(self, flat: Tensor) -> FlatShard:
-        """The same leaves over another flat tensor of the same length."""
+        """Returns the same leaves over another flat tensor of the same length."""
         return FlatShard(self.members, flat, self.coordinates, _spans=self._spans)
 
     def renewed(self) -> FlatShard:
-        """A new FlatShard over the same storage, for an in-place update.
+        """Returns a new FlatShard over the same storage, for an in-place update.
 
         A new object, so that all ranks gather again, also those that could not update
         in place.
@@ -369,14 +413,17 @@ class FlatShard:
         convert: Callable[[Tensor], Tensor],
         coordinates: Mapping[str, int] | None = None,
     ) -> FlatShard:
-        """A copy with converted tensors, which share memory as these do.
+        """Returns a copy with converted tensors, such as fake ones of a recording.
 
-        ``coordinates``: those of another rank that the copy is for.
+        Args:
+            convert: is applied to each tensor; it must map views of one storage to
+                views of one.
+            coordinates: those of another rank that the copy is for.
         """
         whole = None if self.whole is None else convert(self.whole)
-        at = {a: (coordinates or self.coordinates)[a] for a in self.coordinates}
-        spans = self._spans if at == self.coordinates else None
-        new = FlatShard(self.members, convert(self.flat), at, whole, _spans=spans)
+        place = {a: (coordinates or self.coordinates)[a] for a in self.coordinates}
+        spans = self._spans if place == self.coordinates else None
+        new = FlatShard(self.members, convert(self.flat), place, whole, _spans=spans)
         if self.whole is not None and self.is_cached(self.whole.dtype):
             new._version = new.version
         return new

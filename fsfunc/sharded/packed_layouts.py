@@ -1,4 +1,8 @@
-"""Layouts of leaves that share a packed buffer, and of stacks of ranks' own values."""
+"""Layouts of leaves that share a packed buffer, and of stacks of ranks' own values.
+
+``state.placing`` lays the leaves of a unit out by `pack_flat`. Checkpoints store values
+that differ between ranks as one tensor, by `stacked`.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +13,7 @@ from dataclasses import replace
 import torch
 
 from fsfunc.sharded.layout import Layout
-from fsfunc.sharded.placements import Flat, Placement, Split, room
+from fsfunc.sharded.placements import Flat, Placement, Split, largest_block
 
 
 def pack_flat(
@@ -22,13 +26,13 @@ def pack_flat(
     *,
     outer: Sequence[Sequence[Placement]] | None = None,
 ) -> tuple[Layout, ...]:
-    """The layouts of leaves that lie one after another in one packed buffer.
+    """Returns the layouts of leaves that lie one after another in one packed buffer.
 
     chunk = ceil(total / size); all padding is at the buffer's end.
 
     Args:
         shapes: the leaves' global shapes.
-        dtype: that of all of them.
+        dtype: the dtype of all of them.
         names: their paths.
         axes: the axes over which the buffer is cut, the major one first.
         size: the number of ranks; with several axes, the size of each.
@@ -51,7 +55,7 @@ def pack_flat(
     ]
     offsets = [0]
     for block in blocks:
-        offsets.append(offsets[-1] + room(block.shape, block.parts))
+        offsets.append(offsets[-1] + largest_block(block.shape, block.parts))
     chunk = -(-offsets[-1] // math.prod(sizes)) if math.prod(sizes) else 0
     flats = [
         Flat(tuple(axes), math.prod(sizes), buffer, offset, chunk, sizes)
@@ -68,15 +72,15 @@ def pack_flat(
 
 
 def rows_over(sizes: Mapping[str, int]) -> tuple[Split, ...]:
-    """The placements of a stack of which each rank along these axes has one row."""
+    """Returns the placements of a stack of which each rank along axes has one row."""
     return tuple(Split(0, axis, size) for axis, size in sizes.items())
 
 
 def stacked(layout: Layout, sizes: Mapping[str, int]) -> Layout:
-    """The layout of the stack of the values of ranks along some axes.
+    """Returns the layout of the stack of the values of ranks along some axes.
 
     Args:
-        layout: that of each value, over other axes.
+        layout: the layout of each value, over other axes.
         sizes: the sizes of the axes, the first varying slowest.
 
     >>> print(stacked(Layout((3,), torch.float32, name="h"), {"data": 2}))
@@ -89,13 +93,13 @@ def stacked(layout: Layout, sizes: Mapping[str, int]) -> Layout:
 
 
 def unstacked(layout: Layout, sizes: Mapping[str, int]) -> Layout:
-    """The layout of one row of a stack: the inverse of `stacked`."""
+    """Returns the layout of one row of a stack: inverts `stacked`."""
     parts = _moved(layout.parts[len(sizes) :], -1)
     return replace(layout, shape=layout.shape[1:], parts=parts)
 
 
-def _moved(parts: Sequence[Placement], by: int) -> tuple[Placement, ...]:
-    """The placements with dims counted from ``by`` later."""
+def _moved(parts: Sequence[Placement], offset: int) -> tuple[Placement, ...]:
+    """Returns the placements, with an offset added to the dims that they split."""
     return tuple(
-        replace(p, dim=p.dim + by) if isinstance(p, Split) else p for p in parts
+        replace(p, dim=p.dim + offset) if isinstance(p, Split) else p for p in parts
     )

@@ -1,15 +1,16 @@
 """Packing of leaves into buffers, and of trees into lists of buffers.
 
 A user's ``tree_map`` gives every leaf a tensor of its own. Sharded calls pack the
-leaves of one buffer again in their arguments and results. :class:`PackedTree` is a tree
-as a list of buffers, for optimizers and sums.
+leaves of one buffer again, in their arguments and results, by `repack_leaves`. A unit
+call finds its buffers by `group_by_buffer` and `packed_buffer_of`. A
+:class:`PackedTree` is a tree as a list of buffers, for optimizers and sums.
 """
 
 from __future__ import annotations
 
 from bisect import bisect, insort
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import compress
 from operator import is_
 from typing import Any
@@ -21,22 +22,26 @@ from fsfunc import _torch, tree
 from fsfunc.runtime.memory_spaces import space_of
 from fsfunc.sharded.layout import Layout
 from fsfunc.sharded.leaf import FlatShard, PendingGradient, Sharded, is_sharded
-from fsfunc.sharded.placements import room
+from fsfunc.sharded.placements import largest_block
+from fsfunc.tree.types import Leaf, PyTree
 
 
-def repack_leaves(leaves: list[Any], coordinates: Mapping[str, int]) -> bool:
-    """Packs leaves that have lost their buffer, in place; returns if there were any.
+def repack_leaves(leaves: list[Leaf], coordinates: Mapping[str, int]) -> bool:
+    """Packs leaves that have lost their buffer, and returns if there were any.
 
-    A leaf that is differentiated stays as it is.
+    The list is changed in place. A leaf that is differentiated stays as it is.
 
     Cost: one copy of these leaves, which is what a user's elementwise update costs.
     """
-    whole = complete_shards(leaves)
-    if sum(map(is_sharded, leaves)) == sum([len(at) for at, _ in whole]):
+    complete = complete_shards(leaves)
+    # The usual case: all leaves are still in their buffers.
+    if sum(map(is_sharded, leaves)) == sum([len(members) for members, _ in complete]):
         return False
-    within = {i for positions, _ in whole for i in positions}
-    sharded = [i for i, x in enumerate(leaves) if is_sharded(x) and i not in within]
-    loose = [i for i in sharded if _can_pack(leaves[i])]
+    packed_already = {i for positions, _ in complete for i in positions}
+    others = [
+        i for i, x in enumerate(leaves) if is_sharded(x) and i not in packed_already
+    ]
+    loose = [i for i in others if _can_pack(leaves[i])]
     if not loose:
         return False
     for positions in group_loose_leaves(leaves, loose):
@@ -47,55 +52,60 @@ def repack_leaves(leaves: list[Any], coordinates: Mapping[str, int]) -> bool:
 
 
 def _can_pack(leaf: Sharded) -> bool:
-    """True if a leaf may be copied: it is neither differentiated nor vmapped."""
+    """Returns whether a leaf may be copied: not if differentiated or vmapped."""
     if leaf.layout.flat is None or leaf.parts is not None:
         return False
     if leaf._part is None is leaf._range:  # the placeholder of a gradient
         return False
     local = leaf.local
-    plain = not (local.requires_grad or _torch.is_wrapped(local))
-    return plain and local.ndim == 1  # vmap adds dims that the layout does not know
+    is_plain = not (local.requires_grad or _torch.is_wrapped(local))
+    return is_plain and local.ndim == 1  # vmap adds dims that the layout does not know
 
 
 def group_loose_leaves(
-    leaves: Sequence[Any], positions: Sequence[int]
+    leaves: Sequence[Leaf], positions: Sequence[int]
 ) -> list[list[int]]:
-    """Groups ``positions`` by the buffer of their leaves, each in buffer order.
+    """Groups positions of leaves that have no buffer by the one that they belong to.
 
-    A tree may have a buffer's leaves several times (moments beside parameters), or two
-    buffers of one name: leaves that would overlap get groups of their own.
+    Each group is in the order of the buffer. A tree may have a buffer's leaves several
+    times (moments beside parameters), or two buffers of one name: leaves that would
+    overlap get groups of their own.
     """
-    found: list[list[int]] = []
-    open_: dict[Any, tuple[list[int], list[tuple[int, int]], set[Any]]] = {}
+    groups: list[list[int]] = []
+    # By buffer, the group that leaves join, until one would overlap what it has: its
+    # positions, its spans in order, its leaves.
+    open_groups: dict[Any, tuple[list[int], list[tuple[int, int]], set[Any]]] = {}
     for i in positions:
         layout = leaves[i].layout
         flat = layout.flat
-        dtype, owned = leaves[i].local.dtype, layout.owners
-        key = flat.buffer, flat.axes, flat.size, flat.chunk, dtype, owned
-        span, which = _span(layout), (layout.name, flat.offset)
-        run = open_.get(key)
-        if run is None or which in run[2] or _overlaps(span, run[1]):
-            run = open_[key] = ([], [], set())
-            found.append(run[0])
-        run[0].append(i)
-        run[2].add(which)
+        dtype, owners = leaves[i].local.dtype, layout.owners
+        key = flat.buffer, flat.axes, flat.size, flat.chunk, dtype, owners
+        # Empty leaves have no span that could overlap: they are told apart by name.
+        span, leaf_id = _span(layout), (layout.name, flat.offset)
+        group = open_groups.get(key)
+        if group is None or leaf_id in group[2] or _overlaps(span, group[1]):
+            group = open_groups[key] = ([], [], set())
+            groups.append(group[0])
+        group[0].append(i)
+        group[2].add(leaf_id)
         if span[1] > span[0]:
-            insort(run[1], span)
+            insort(group[1], span)
     offset = lambda i: leaves[i].layout.flat.offset  # noqa: E731
-    return [sorted(positions, key=offset) for positions in found]
+    return [sorted(positions, key=offset) for positions in groups]
 
 
 def _span(layout: Layout) -> tuple[int, int]:
-    """(start, stop) of the whole leaf in its buffer."""
+    """Returns (start, stop) of the whole leaf in its buffer."""
     start = layout.flat.offset if layout.flat else 0
-    return start, start + room(layout.shape, layout.parts[:-1])
+    return start, start + largest_block(layout.shape, layout.parts[:-1])
 
 
 def _overlaps(span: tuple[int, int], others: list[tuple[int, int]]) -> bool:
+    """Returns whether a span overlaps one of others, which are sorted and disjoint."""
     if span[0] == span[1]:
         return False
-    at = bisect(others, span)
-    before, after = others[at - 1 : at], others[at : at + 1]
+    index = bisect(others, span)
+    before, after = others[index - 1 : index], others[index : index + 1]
     return any(stop > span[0] for _, stop in before) or any(
         start < span[1] for start, _ in after
     )
@@ -104,44 +114,51 @@ def _overlaps(span: tuple[int, int], others: list[tuple[int, int]]) -> bool:
 def pack(leaves: Sequence[Sharded], coordinates: Mapping[str, int]) -> FlatShard:
     """Copies leaves of one buffer into a new one; missing leaves are zero."""
     members = tuple(leaf.layout for leaf in leaves)
-    own = {a: coordinates[a] for a in members[0].axes}
+    buffer_coordinates = {a: coordinates[a] for a in members[0].axes}
     first = leaves[0].local
-    flat = space_of(first).zeros(first, (local_chunk(members[0], own),))
-    packed = FlatShard(members, flat, own)
+    chunk = local_chunk(members[0], buffer_coordinates)
+    flat = space_of(first).zeros(first, (chunk,))
+    packed = FlatShard(members, flat, buffer_coordinates)
     with torch.no_grad():
         for target, leaf in zip(packed.leaves(), leaves, strict=True):
-            if leaf.local.shape != target.local.shape:  # one number would be repeated
-                leaf.layout.check_part(leaf.local.shape, own)
+            # `copy_` would repeat a part of one number.
+            if leaf.local.shape != target.local.shape:
+                leaf.layout.check_part(leaf.local.shape, buffer_coordinates)
             target.local.copy_(leaf.local)
     return packed
 
 
-def group_by_buffer(leaves: Sequence[Any], mine: Sequence[int]) -> list[list[int]]:
+def group_by_buffer(
+    leaves: Sequence[Leaf], positions: Sequence[int]
+) -> list[list[int]]:
     """Groups positions by the buffer that is gathered for them, each in buffer order.
 
     Leaves of one buffer that are differentiated, and that are not, have two groups.
     """
-    found: dict[tuple[int, int], list[int]] = {}
+    by_buffer: dict[tuple[int, int], list[int]] = {}
     loose, offsets = [], {}
-    for i in mine:
+    for i in positions:
         leaf = leaves[i]
         if leaf.why_unusable:
-            leaf.check()
+            leaf.check()  # which raises
         offsets[i] = leaf.layout.flat.offset
         if leaf.packed is None:
             loose.append(i)
         else:
-            found.setdefault((id(leaf.packed), id(leaf.parts)), []).append(i)
-    for positions in found.values():
-        positions.sort(key=offsets.__getitem__)
-    groups = list(found.values())
+            by_buffer.setdefault((id(leaf.packed), id(leaf.parts)), []).append(i)
+    for members in by_buffer.values():
+        members.sort(key=offsets.__getitem__)
+    groups = list(by_buffer.values())
     return [*groups, *group_loose_leaves(leaves, loose)] if loose else groups
 
 
 def packed_buffer_of(
     chosen: Sequence[Sharded], coordinates: Mapping[str, int]
 ) -> tuple[FlatShard, Tensor]:
-    """The buffer of a group of leaves, and its flat tensor, with their history."""
+    """Returns the buffer of a group of leaves, and its flat tensor.
+
+    The tensor has the autograd history of the leaves.
+    """
     packed = chosen[0].packed
     if packed is not None:
         return packed, packed.flat
@@ -154,7 +171,10 @@ def packed_buffer_of(
 def join_differentiably(
     chosen: Sequence[Sharded], coordinates: Mapping[str, int]
 ) -> Tensor:
-    """A rank's range of the buffer, concatenated differentiably from its leaves."""
+    """Returns a rank's range of the buffer, concatenated from its leaves.
+
+    Unlike `pack`, which copies, that is differentiable. Missing leaves are zero.
+    """
     pieces: list[Tensor] = []
     end = 0
     for x in chosen:
@@ -170,7 +190,7 @@ def join_differentiably(
 
 
 def concatenate_flat(pieces: Sequence[Tensor]) -> Tensor:
-    """1-D tensors concatenated, with the history of empty ones too.
+    """Returns 1-D tensors concatenated, with the history of empty ones too.
 
     ``torch.cat`` gives a tensor of shape [0] a gradient without history: a second
     derivative would then be taken on other ranks, but not where parts are empty.
@@ -179,9 +199,9 @@ def concatenate_flat(pieces: Sequence[Tensor]) -> Tensor:
 
 
 def local_chunk(layout: Layout, coordinates: Mapping[str, int]) -> int:
-    """The elements of a rank's range of a leaf's buffer: 0 if other ranks own it."""
-    absent = layout.flat is None or layout.block(coordinates) is None
-    return 0 if absent else layout.flat.chunk  # type: ignore[union-attr]
+    """Returns the length of a rank's range of a leaf's buffer: 0 if others own it."""
+    is_absent = layout.flat is None or layout.block(coordinates) is None
+    return 0 if is_absent else layout.flat.chunk  # type: ignore[union-attr]
 
 
 class PackedTree:
@@ -192,9 +212,18 @@ class PackedTree:
         groups: (positions, buffer) of leaves that are packed together; the buffer is
             None for a single leaf.
         paths: returns the leaves' paths.
+
+    Attributes:
+        tensors: one for each group: the flat tensor of its buffer, or the leaf's own.
     """
 
-    def __init__(self, treedef: Any, leaves: list[Any], groups: list[Any], paths: Any):
+    def __init__(
+        self,
+        treedef: tree.TreeDef,
+        leaves: list[Leaf],
+        groups: list[tuple[list[int], FlatShard | None]],
+        paths: Callable[[], list[str]],
+    ):
         self.treedef, self.leaves, self.groups = treedef, leaves, groups
         self._paths = paths
         self.tensors: list[Any] = [
@@ -204,11 +233,15 @@ class PackedTree:
 
     @property
     def paths(self) -> list[list[str]]:
-        names = self._paths()
-        return [[names[i] for i in positions] for positions, _ in self.groups]
+        """The paths of the leaves of each group."""
+        paths = self._paths()
+        return [[paths[i] for i in positions] for positions, _ in self.groups]
 
-    def rebuild(self, tensors: Sequence[Any]) -> Any:
-        """The tree with these tensors for ``self.tensors``, buffers kept."""
+    def rebuild(self, tensors: Sequence[Leaf]) -> PyTree:
+        """Returns the tree with other tensors in place of ``self.tensors``.
+
+        Leaves of a buffer get a buffer again.
+        """
         leaves = list(self.leaves)
         for (positions, packed), x in zip(self.groups, tensors, strict=True):
             if packed is None:
@@ -218,65 +251,69 @@ class PackedTree:
                 elif not isinstance(old, PendingGradient):
                     leaves[positions[0]] = old.with_local(x)
             else:
-                packed = packed if x is packed.flat else packed.like(x)  # or in place
+                # A tensor that was written in place keeps its buffer.
+                packed = packed if x is packed.flat else packed.like(x)
                 for i, leaf in zip(positions, packed.leaves(), strict=True):
                     leaves[i] = leaf
         return tree.unflatten(self.treedef, leaves)
 
 
-def _part(leaf: Any) -> Any:
-    """The tensor of a leaf; None for a gradient that is still to be reduced."""
+def _part(leaf: Leaf) -> Leaf:
+    """Returns the tensor of a leaf; None for a gradient that is still to be reduced."""
     if not isinstance(leaf, Sharded):
         return leaf
     return None if isinstance(leaf, PendingGradient) else leaf.local
 
 
-def complete_shards(leaves: Sequence[Any]) -> list[tuple[list[int], FlatShard]]:
-    """(positions, buffer) of every buffer of which all leaves are here.
+def complete_shards(leaves: Sequence[Leaf]) -> list[tuple[list[int], FlatShard]]:
+    """Returns (positions, buffer) of every buffer of which all leaves are here.
 
-    Not if a gradient call differentiates the leaves, as ``flat`` has no history then.
+    Leaves that a gradient call differentiates do not count, as ``flat`` has no history
+    then.
     """
-    found: defaultdict[FlatShard, list[int]] = defaultdict(list)
+    by_buffer: defaultdict[FlatShard, list[int]] = defaultdict(list)
     for i, leaf in compress(enumerate(leaves), map(is_sharded, leaves)):
         if leaf.packed is not None and leaf.parts is None:
             if leaf.why_unusable:
-                leaf.check()
-            found[leaf.packed].append(i)
+                leaf.check()  # which raises
+            by_buffer[leaf.packed].append(i)
     complete = []
-    for packed, positions in found.items():
+    for packed, positions in by_buffer.items():
         if len(positions) != len(packed.members):
             continue
         layouts = [leaves[i].layout for i in positions]
         if not all(map(is_, layouts, packed.members)):  # the tree has another order
-            at = dict(zip(map(id, layouts), positions, strict=True))
-            positions = list(map(at.get, map(id, packed.members)))
-        if None not in positions:
+            position_of = dict(zip(map(id, layouts), positions, strict=True))
+            positions = list(map(position_of.get, map(id, packed.members)))
+        if None not in positions:  # one leaf twice, and another not at all
             complete.append((positions, packed))
     return complete
 
 
-def as_packed_tree(t: Any) -> PackedTree:
-    """A tree as a `PackedTree`."""
+def as_packed_tree(t: PyTree) -> PackedTree:
+    """Returns a tree as a `PackedTree`."""
     return as_packed_trees(t)[0]
 
 
-def as_packed_trees(*trees: Any) -> list[PackedTree]:
-    """Trees of one structure as `PackedTree`s with the same groups of leaves."""
+def as_packed_trees(*trees: PyTree) -> list[PackedTree]:
+    """Returns trees of one structure as `PackedTree`s of the same groups of leaves."""
     flats = [tree.flatten(t, is_leaf=is_sharded) for t in trees]
     for t, (_, treedef) in zip(trees[1:], flats[1:], strict=True):
         if treedef != flats[0][1]:
             tree.check_same_structure(trees[0], t)
-    whole = [
-        {tuple(at): packed for at, packed in complete_shards(leaves)}
+    # Leaves are one group only where all trees have them in one buffer: else the
+    # tensors of the trees would not pair.
+    buffers = [
+        {tuple(positions): packed for positions, packed in complete_shards(leaves)}
         for leaves, _ in flats
     ]
-    shared = set.intersection(*map(set, whole))
-    inside = {i: p for p in shared for i in p}
+    shared = set.intersection(*map(set, buffers))
+    group_of = {i: positions for positions in shared for i in positions}
     first = flats[0][0]
-    cuts = dict.fromkeys([inside.get(i, (i,)) for i in range(len(first))])
-    out = []
-    for (leaves, treedef), packed, t in zip(flats, whole, trees, strict=True):
+    cuts = dict.fromkeys([group_of.get(i, (i,)) for i in range(len(first))])
+    packed_trees = []
+    for (leaves, treedef), packed, t in zip(flats, buffers, trees, strict=True):
         groups = [(list(p), packed[p] if p in shared else None) for p in cuts]
         paths = lambda t=t: tree.paths(t, is_leaf=is_sharded)  # noqa: E731
-        out.append(PackedTree(treedef, leaves, groups, paths))
-    return out
+        packed_trees.append(PackedTree(treedef, leaves, groups, paths))
+    return packed_trees

@@ -2,6 +2,14 @@
 
 They are data, as DTensor's placements are: a sequence of them, outermost first, makes
 a `layout.Layout`. Here are the classes, their checks, and their text in messages.
+
+=======  ==============================================  ====================
+`Flat`   a range of a packed buffer, cut evenly          parameters of units
+`Split`  a block along one dim                           tensor parallelism
+`Owned`  the whole on one rank, nothing on others        stages of a pipeline
+`Own`    a value of each rank's own, no global tensor    statistics, caches
+`Whole`  replicated                                      a step's count
+=======  ==============================================  ====================
 """
 
 from __future__ import annotations
@@ -40,9 +48,9 @@ class Flat:
         return tuple(zip(self.axes, self.sizes, strict=False))
 
     def index(self, coordinates: Mapping[str, int]) -> int:
-        """The index of the rank at these coordinates."""
-        places = [coordinates[axis] for axis in self.axes]
-        return row_major(zip(places, self.sizes, strict=False))
+        """Returns the index of the rank at these coordinates."""
+        indices = [coordinates[axis] for axis in self.axes]
+        return row_major(zip(indices, self.sizes, strict=False))
 
 
 @dataclass(frozen=True)
@@ -99,7 +107,7 @@ Placement = Flat | Split | Owned | Whole
 
 
 def row_major(places: Iterable[tuple[int, int]]) -> int:
-    """The row-major number of a place, given as (index, count) for each dim.
+    """Returns the row-major number of a place, given as (index, count) for each dim.
 
     >>> row_major([(1, 2), (2, 3)])
     5
@@ -110,10 +118,10 @@ def row_major(places: Iterable[tuple[int, int]]) -> int:
     return number
 
 
-def room(shape: Sequence[int], parts: Sequence[Placement]) -> int:
-    """The elements of the largest block that the `Split`s among ``parts`` make.
+def largest_block(shape: Sequence[int], parts: Sequence[Placement]) -> int:
+    """Returns the number of elements of the largest block that `Split`s make.
 
-    >>> room((10, 7), (Split(0, "model", 4),))
+    >>> largest_block((10, 7), (Split(0, "model", 4),))
     21
     """
     lengths = list(shape)
@@ -123,25 +131,30 @@ def room(shape: Sequence[int], parts: Sequence[Placement]) -> int:
     return math.prod(lengths)
 
 
-def check(
+def check_placements(
     shape: Sequence[int], parts: Sequence[Placement], subject: Callable[[], str]
 ) -> None:
     """Raises if a placement does not fit the shape.
+
+    Args:
+        shape: the global shape.
+        parts: the placements, outermost first.
+        subject: returns the leaf's name and shape, for the message.
 
     Raises:
         ValueError: names the leaf, the axis and the way out.
     """
     if min(shape, default=0) < 0:
         raise ValueError(f"cannot lay out {subject()}: a dim has a negative length")
-    seen: set[str] = set()
+    used_axes: set[str] = set()
     for i, part in enumerate(parts):
         problem = None
         for axis, size in part.axis_sizes:
-            if axis in seen:
+            if axis in used_axes:
                 problem = _TWICE.format(axis)
             elif size < 1:
                 problem = f': axis "{axis}" has no ranks; a size is at least 1'
-            seen.add(axis)
+            used_axes.add(axis)
         problem = problem or _problem(part, shape, parts[:i], i == len(parts) - 1)
         if problem:
             raise ValueError(f"cannot shard {subject()} over {_over(part)}{problem}")
@@ -156,11 +169,11 @@ _TWICE = (
 def _problem(
     part: Placement, shape: Sequence[int], before: Sequence[Placement], last: bool
 ) -> str | None:
-    """The fault of a placement, as the end of an error message, or None."""
+    """Returns the fault of a placement, as the end of an error message, or None."""
     if isinstance(part, Split) and not 0 <= part.dim < len(shape):
-        found = "1 dim" if len(shape) == 1 else f"{len(shape)} dims"
-        ways = f"pass a dim from 0 to {len(shape) - 1}" if shape else "lay it flat"
-        return f" along dim {part.dim}: it has {found}; {ways}"
+        dims = "1 dim" if len(shape) == 1 else f"{len(shape)} dims"
+        advice = f"pass a dim from 0 to {len(shape) - 1}" if shape else "lay it flat"
+        return f" along dim {part.dim}: it has {dims}; {advice}"
     if isinstance(part, Owned) and not 0 <= part.coordinate < part.size:
         return (
             f" by coordinate {part.coordinate}: there is no such rank; "
@@ -175,7 +188,7 @@ def _problem(
             f": the axes' sizes {part.sizes} do not give {part.size} ranks; "
             "pass sizes, one for each axis, whose product is size"
         )
-    n = room(shape, before)
+    n = largest_block(shape, before)
     if part.offset < 0 or part.chunk < 0 or part.offset + n > part.size * part.chunk:
         return (
             f" at {part.offset}:{part.offset + n} of {part.size}x{part.chunk}: it "
@@ -185,19 +198,21 @@ def _problem(
 
 
 def _over(part: Placement) -> str:
-    """The axes and sizes of a placement, for error messages."""
+    """Returns the axes and sizes of a placement, for error messages."""
     if isinstance(part, Flat):
         axes = ", ".join(f'"{axis}"' for axis in part.axes)
         return f"{'axis' if len(part.axes) == 1 else 'axes'} {axes} of size {part.size}"
     return ", ".join(f'axis "{axis}" of size {size}' for axis, size in part.axis_sizes)
 
 
-def say(part: Placement, shape: Sequence[int], before: Sequence[Placement]) -> str:
-    """A placement in one phrase: `flat over data=4 at 0:70 of 4x20`."""
+def describe_placement(
+    part: Placement, shape: Sequence[int], before: Sequence[Placement]
+) -> str:
+    """Returns a placement in one phrase: `flat over data=4 at 0:70 of 4x20`."""
     over = ",".join(f"{axis}={size}" for axis, size in part.axis_sizes)
     match part:
         case Flat(offset=offset):
-            stop = offset + room(shape, before)
+            stop = offset + largest_block(shape, before)
             return f"flat over {over} at {offset}:{stop} of {part.size}x{part.chunk}"
         case Split():
             return f"split over {over} along dim {part.dim}"
@@ -207,7 +222,7 @@ def say(part: Placement, shape: Sequence[int], before: Sequence[Placement]) -> s
 
 
 def short_dtype(dtype: torch.dtype) -> str:
-    """A dtype's short name: `f32`, `bf16`, `i64`, `u8`, `bool`."""
+    """Returns a dtype's short name: `f32`, `bf16`, `i64`, `u8`, `bool`."""
     name = str(dtype).removeprefix("torch.")
     short = {"bfloat": "bf", "float": "f", "uint": "u", "int": "i", "complex": "c"}
     for long in short:
@@ -216,10 +231,10 @@ def short_dtype(dtype: torch.dtype) -> str:
     return name
 
 
-def describe(shape: Sequence[int], dtype: torch.dtype, name: str = "") -> str:
-    """A leaf in one phrase, for messages.
+def describe_tensor(shape: Sequence[int], dtype: torch.dtype, name: str = "") -> str:
+    """Returns a tensor's name, dtype and shape in one phrase, for messages.
 
-    >>> describe((10, 7), torch.bfloat16, "blocks/3/w")
+    >>> describe_tensor((10, 7), torch.bfloat16, "blocks/3/w")
     'blocks/3/w bf16[10, 7]'
     """
     return f"{name} {short_dtype(dtype)}[{', '.join(map(str, shape))}]".lstrip()

@@ -1,9 +1,15 @@
-"""The elements a rank holds: taken from a full tensor, put together again, as boxes.
+"""A rank's part of a tensor: taken from the whole, put together again, as boxes.
 
 `assemble` is the inverse of `take`; `boxes` says the same without any tensor. A flat
 range of a row-major tensor is no box, but a few: the end of a row, whole rows, the
-beginning of another, and so on in each dim. Formats that know of boxes alone
-(checkpoints of torch) can so hold any layout.
+beginning of another, and so on in each dim::
+
+    . . . x x        1. the end of a row
+    x x x x x        2. whole rows
+    x x x x x
+    x x . . .        3. the beginning of a row
+
+So formats that know of boxes alone (checkpoints of torch) can store any layout.
 """
 
 from __future__ import annotations
@@ -15,14 +21,21 @@ from typing import NamedTuple, cast
 import torch
 from torch import Tensor
 
-from fsfunc.sharded.layout import Coordinates, Key, Layout, Region, every_coordinate
+from fsfunc.sharded.layout import (
+    Coordinates,
+    Key,
+    Layout,
+    Ranges,
+    Region,
+    every_coordinate,
+)
 
 Locals = Mapping[Key, Tensor] | Iterable[tuple[Coordinates, Tensor]]
 """Local parts by `layout.key(coordinates)`, or beside their coordinates."""
 
 
 def take(full: Tensor, layout: Layout, coordinates: Coordinates) -> Tensor:
-    """The part of a full tensor that the rank at these coordinates holds.
+    """Returns the part of a full tensor that the rank at these coordinates has.
 
     1-D under a `Flat`, the cut block under `Split`, `full` itself with no parts, an
     empty 1-D tensor where an `Owned` is absent.
@@ -59,7 +72,7 @@ def take(full: Tensor, layout: Layout, coordinates: Coordinates) -> Tensor:
 
 
 def assemble(parts: Locals, layout: Layout) -> Tensor:
-    """The full tensor of which every rank took its part: the inverse of `take`.
+    """Returns the full tensor of which every rank took its part: inverts `take`.
 
     Args:
         parts: for each point of the layout's axes the local part; points that hold no
@@ -75,13 +88,13 @@ def assemble(parts: Locals, layout: Layout) -> Tensor:
     >>> assemble([(at, take(x, layout, at)) for at in every_coordinate(layout)], layout)
     tensor([5, 6, 7])
     """
-    held = _by_key(parts, layout)
-    like = next(iter(held.values()), torch.empty(0, dtype=layout.dtype))
+    parts_by_key = _by_key(parts, layout)
+    like = next(iter(parts_by_key.values()), torch.empty(0, dtype=layout.dtype))
     full = like.new_empty(layout.shape)
     missing = []
     for coordinates in every_coordinate(layout):
         region = layout.region(coordinates)
-        local = held.get(layout.key(coordinates))
+        local = parts_by_key.get(layout.key(coordinates))
         if local is not None:
             write(full, region, local.reshape(-1))
         elif region[1] < region[2]:
@@ -95,10 +108,11 @@ def assemble(parts: Locals, layout: Layout) -> Tensor:
 
 
 def write(full: Tensor, region: Region, row: Tensor) -> None:
-    """Copies a rank's part, which a row begins with, into the full tensor.
+    """Copies a rank's part into the full tensor.
 
     Args:
         region: that of the part, by `Layout.region`.
+        row: a 1-D tensor that begins with the part, such as a row of a gather.
     """
     box, start, stop = region
     for piece in _cover(_narrow(full, box or ()), start, stop):
@@ -107,14 +121,14 @@ def write(full: Tensor, region: Region, row: Tensor) -> None:
 
 
 def _by_key(parts: Locals, layout: Layout) -> dict[Key, Tensor]:
-    """The parts by key, their shapes checked."""
+    """Returns the parts by key, their shapes checked."""
     pairs: list[tuple[Coordinates, Tensor]] = []
     if isinstance(parts, Mapping):
         for key, local in cast(Mapping[Key, Tensor], parts).items():
             pairs.append((dict(zip(layout.axes, key, strict=True)), local))
     else:
         pairs.extend(parts)
-    held = {}
+    by_key: dict[Key, Tensor] = {}
     for coordinates, local in pairs:
         shape = layout.local_shape(coordinates)
         if tuple(local.shape) != shape:
@@ -122,11 +136,11 @@ def _by_key(parts: Locals, layout: Layout) -> dict[Key, Tensor]:
                 f"the part of {layout.subject} at {dict(coordinates)} has shape "
                 f"{list(local.shape)}, not {list(shape)} as its layout says: {layout}"
             )
-        held[layout.key(coordinates)] = local
-    return held
+        by_key[layout.key(coordinates)] = local
+    return by_key
 
 
-def _narrow(full: Tensor, box: tuple[tuple[int, int], ...]) -> Tensor:
+def _narrow(full: Tensor, box: Ranges) -> Tensor:
     for dim, (start, length) in enumerate(box):
         if length < full.shape[dim]:
             full = full.narrow(dim, start, length)
@@ -134,7 +148,7 @@ def _narrow(full: Tensor, box: tuple[tuple[int, int], ...]) -> Tensor:
 
 
 def _cover(block: Tensor, start: int, stop: int) -> list[Tensor]:
-    """Views that make up [start, stop) of a block's flattening, in order.
+    """Returns views that make up [start, stop) of a block's flattening, in order.
 
     A cut block is not contiguous, and flattening all of it would copy all of it.
     """
@@ -165,9 +179,10 @@ class Box(NamedTuple):
 
 
 def boxes(layout: Layout, coordinates: Coordinates) -> list[Box]:
-    """The boxes that make up a rank's part, in the order of its elements.
+    """Returns the boxes that make up a rank's part, in the order of its elements.
 
-    None where it holds no element; at most 2 * ndim - 1 under a `Flat`, else one.
+    There is none where it has no element; at most 2 * ndim - 1 under a `Flat`, else
+    one.
 
     >>> import torch
     >>> from fsfunc.sharded.layout import Flat
@@ -180,39 +195,42 @@ def boxes(layout: Layout, coordinates: Coordinates) -> list[Box]:
     block = layout.block(coordinates)
     if block is None:
         return []
-    begins = tuple(start for start, _ in block)
-    found, at = [], 0
+    block_offsets = tuple(start for start, _ in block)
+    rank_boxes: list[Box] = []
+    local_offset = 0
     span = layout.span(coordinates)
     for offsets, sizes in cut(tuple(n for _, n in block), *span):
-        where = tuple(a + b for a, b in zip(begins, offsets, strict=True))
-        found.append(Box(where, sizes, at))
-        at += found[-1].numel
-    return found
+        in_tensor = tuple(a + b for a, b in zip(block_offsets, offsets, strict=True))
+        rank_boxes.append(Box(in_tensor, sizes, local_offset))
+        local_offset += rank_boxes[-1].numel
+    return rank_boxes
 
 
 def cut(
     sizes: Sequence[int], start: int, stop: int
 ) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """(offsets, sizes) of the boxes that cover [start, stop) of a flattened block."""
+    """Yields (offsets, sizes) of boxes covering [start, stop) of a flattened block."""
     if start == stop:
         return
-    if not sizes:
+    if not sizes:  # a scalar
         yield (), ()
         return
     inner = tuple(sizes[1:])
     row = math.prod(inner)
     first, last = start // row, stop // row
 
-    def within(index: int, low: int, high: int):
+    def boxes_in_row(
+        index: int, low: int, high: int
+    ) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
         for offsets, lengths in cut(inner, low, high):
             yield (index, *offsets), (1, *lengths)
 
-    if first == last:
-        yield from within(first, start - first * row, stop - first * row)
+    if first == last:  # all of it lies in one row
+        yield from boxes_in_row(first, start - first * row, stop - first * row)
         return
     if start % row:
-        yield from within(first, start % row, row)
+        yield from boxes_in_row(first, start % row, row)
         first += 1
     if first < last:
         yield (first, *(0 for _ in inner)), (last - first, *inner)
-    yield from within(last, 0, stop % row)
+    yield from boxes_in_row(last, 0, stop % row)

@@ -1,101 +1,109 @@
 """Leaves whose memory was given away: to use one raises, and says why.
 
-A `Sharded` leaf has a field for that. A plain tensor has none: its class is replaced
-by one that raises, as torch does with uninitialized parameters. That costs nothing
-before, and a tenth of a microsecond then.
+A donated step writes its new state over the old one, and marks the old leaves here, so
+that nobody reads new values as old ones. A `Sharded` leaf has a field for that. A plain
+tensor has none: its class is replaced by one that raises, as torch does with
+uninitialized parameters. That costs nothing before, and a tenth of a microsecond then.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import lru_cache
-from typing import Any
+from typing import Any, NoReturn
 
 from torch import Tensor
 from torch.nn import Parameter
 
 from fsfunc import _torch, tree
 from fsfunc.sharded.leaf import Sharded, is_sharded
-from fsfunc.sharded.placements import describe
+from fsfunc.sharded.placements import describe_tensor
 from fsfunc.tree import nodes
+from fsfunc.tree.types import Args, Keywords, Leaf, PyTree
 
 
 class Spent:
     """A mixin for tensors whose memory was given away: using one raises."""
 
     why: str
-    was: type
+    original_class: type
 
     @classmethod
     def __torch_function__(
-        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+        cls,
+        func: Callable[..., Any],
+        types: Collection[type],
+        args: Args = (),
+        kwargs: Keywords | None = None,
+    ) -> NoReturn:
         for x in tree.leaves((args, kwargs)):
             if isinstance(x, Spent):
                 x.refuse()
         raise RuntimeError(cls.why)
 
-    def refuse(self) -> None:
-        with _torch.plain_tensors():
-            said = describe(self.shape, self.dtype)  # type: ignore[attr-defined]
-        raise RuntimeError(f"{said}: {self.why}")
+    def refuse(self) -> NoReturn:
+        with _torch.plain_tensors():  # else reading the shape would raise, too
+            tensor = describe_tensor(self.shape, self.dtype)  # type: ignore[attr-defined]
+        raise RuntimeError(f"{tensor}: {self.why}")
 
     def __repr__(self) -> str:
-        return f"a spent {self.was.__name__}: {self.why}"
+        return f"a spent {self.original_class.__name__}: {self.why}"
 
 
 @lru_cache(maxsize=64)
-def _spent(was: type, why: str) -> type:
-    kind = type(f"Spent{was.__name__}", (Spent, was), {"was": was, "why": why})
+def _spent_class(original: type, why: str) -> type:
+    attributes = {"original_class": original, "why": why}
+    kind = type(f"Spent{original.__name__}", (Spent, original), attributes)
     # torch.func would wrap the tensor; but first it flattens its arguments.
     nodes.refuse(kind, lambda x: x.refuse())
     return kind
 
 
-def spend(leaf: Any, why: str) -> None:
+def spend(leaf: Leaf, why: str) -> None:
     """Marks a leaf as given away: using it raises ``why``."""
     if isinstance(leaf, Sharded):
         leaf.why_unusable, leaf = why, leaf._part
     if isinstance(leaf, Tensor):
-        was = leaf.was if isinstance(leaf, Spent) else type(leaf)
-        leaf.__class__ = _spent(was, why)
+        original = leaf.original_class if isinstance(leaf, Spent) else type(leaf)
+        leaf.__class__ = _spent_class(original, why)
 
 
-def spend_all(leaves: Iterable[Any], why: str) -> None:
-    """Marks each of ``leaves``."""
-    kinds = {was: _spent(was, why) for was in (Tensor, Parameter)}
+def spend_all(leaves: Iterable[Leaf], why: str) -> None:
+    """Marks each of ``leaves`` as given away, as `spend` does, and faster."""
+    classes = {kind: _spent_class(kind, why) for kind in (Tensor, Parameter)}
     for leaf in leaves:
-        if (was := type(leaf)) in kinds:
-            leaf.__class__ = kinds[was]
-        elif was is Sharded and leaf._part is None:
+        if (kind := type(leaf)) in classes:
+            leaf.__class__ = classes[kind]
+        elif kind is Sharded and leaf._part is None:
             leaf.why_unusable = why
         else:
             spend(leaf, why)
 
 
-def any_unusable(leaves: Sequence[Any]) -> bool:
-    """True if one of ``leaves`` was donated."""
+def any_unusable(leaves: Sequence[Leaf]) -> bool:
+    """Returns whether a use of one of ``leaves`` would raise, as it was donated."""
+    # By the few classes first, and in lists: each donated step asks it of all leaves.
     if any([issubclass(kind, Spent) for kind in set(map(type, leaves))]):
         return True
     return any([x.why_unusable for x in filter(is_sharded, leaves)])
 
 
-def unspend(leaf: Any) -> None:
+def unspend(leaf: Leaf) -> None:
     """Undoes `spend`."""
     if isinstance(leaf, Sharded):
         leaf.why_unusable, leaf = "", leaf._part
     if isinstance(leaf, Spent):
-        leaf.__class__ = leaf.was
+        leaf.__class__ = leaf.original_class
 
 
-def why_unusable(leaf: Any) -> str:
-    """The reason why a leaf is spent; empty where it is not."""
+def why_unusable(leaf: Leaf) -> str:
+    """Returns the error that a use of a leaf raises; empty where it raises none."""
     if isinstance(leaf, Sharded):
         return leaf.why_unusable
     return leaf.why if isinstance(leaf, Spent) else ""
 
 
-def refuse_unusable(t: Any) -> None:
+def refuse_unusable(t: PyTree) -> None:
     """Raises where a leaf of ``t`` was donated.
 
     Raises:

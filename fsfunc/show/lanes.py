@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 from fsfunc.pipelining.actions import KINDS, Action
 from fsfunc.pipelining.timing import TimedAction
 from fsfunc.planning.simulation import Span
-from fsfunc.printing.folding import alike, counted
-from fsfunc.printing.tables import of_bytes, of_seconds, painted
+from fsfunc.printing.folding import group_alike, name_group
+from fsfunc.printing.tables import of_bytes, of_seconds, picture_line
 from fsfunc.show.chart_svg import lanes_svg
 from fsfunc.show.charts import (
     COMPUTE,
@@ -132,7 +132,7 @@ class LaneChart(Drawn):
         gaps = [look for look in seen if look.title in GAPS]
         computed = [look for look in seen if look not in (*sent, *gaps)]
         for looks in (computed, gaps, sent):
-            yield from map(painted, legend(looks, width))
+            yield from map(picture_line, legend(looks, width))
 
     def row(self, lane: Lane) -> Row:
         """A lane as all pictures have it."""
@@ -254,7 +254,7 @@ def _action(turn: str, phase: str, spans: Sequence[Span]) -> Bar:
         by_sign(turn[0]) if turn[:1] in KINDS else look_of(spans[0])
     )
     units = [(unit, 0, unit) for unit in dict.fromkeys(s.unit for s in spans) if unit]
-    layers = ", ".join(counted(names) for names, _ in alike(units))
+    layers = ", ".join(name_group(names) for names, _ in group_alike(units))
     start, end = spans[0].start, spans[-1].end
     short = f"{turn} {phase}".strip()
     words = f"{short or look.title}: {layers}" if layers else short

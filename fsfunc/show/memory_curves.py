@@ -12,7 +12,7 @@ from functools import cached_property
 from fsfunc.planning.events import Allocated, Ran
 from fsfunc.planning.plans import PlannedLeaf, RankPlan
 from fsfunc.planning.simulation import Span
-from fsfunc.printing.folding import alike, counted, together
+from fsfunc.printing.folding import common_name, group_alike, name_group
 from fsfunc.printing.tables import Table, of_bytes, of_share
 from fsfunc.runtime.memory import KINDS
 from fsfunc.show.charts import COMPUTE
@@ -61,8 +61,8 @@ def held_by_unit(own: RankPlan) -> list[tuple[str, str, int]]:
             sizes[kind, unit] += n
     keyed = [(unit, kind, (kind, size)) for (kind, unit), size in sizes.items() if size]
     found = [
-        (rows[0][0], counted(names), sum(size for _, size in rows))
-        for names, rows in alike(keyed)
+        (rows[0][0], name_group(names), sum(size for _, size in rows))
+        for names, rows in group_alike(keyed)
     ]
     return sorted(found, key=lambda row: -row[2])
 
@@ -98,11 +98,11 @@ def alive_table(own: RankPlan) -> Table:
         for (kind, op, unit, phase), numbers in sizes.items()
     ]
     found: list[tuple[int, tuple[str, ...]]] = []
-    for names, groups in alike(keyed):
+    for names, groups in group_alike(keyed):
         kind, op, phase = groups[0][0]
         total = sum(sum(numbers) for _, numbers in groups)
         by = _operator(op) if op else _GIVEN
-        unit = together(names) or (OUTSIDE_UNITS if op else "")
+        unit = common_name(names) or (OUTSIDE_UNITS if op else "")
         count = str(sum(len(numbers) for _, numbers in groups))
         share = of_share(total, own.peak_bytes)
         row = (kind, unit, by, phase, count, of_bytes(total), share)

@@ -10,18 +10,12 @@ from typing import TYPE_CHECKING
 
 from fsfunc.planning.estimation import Estimate
 from fsfunc.planning.plans import Plan, RankPlan
-from fsfunc.printing.tables import Table, of_bytes, of_seconds, of_share, painted
+from fsfunc.printing.tables import Table, of_bytes, of_seconds, of_share, picture_line
 from fsfunc.runtime.memory import KINDS
 from fsfunc.show.chart_svg import StackedAreas, areas_svg
 from fsfunc.show.charts import FAINT, INK, MEMORY, Look, Tick, outline, ticks
 from fsfunc.show.figures import LETTER, Drawn, listing, sheet
-from fsfunc.show.memory_curves import (
-    Curve,
-    Held,
-    curve_of,
-    held_by_unit,
-    peak_words,
-)
+from fsfunc.show.memory_curves import Curve, Held, curve_of, held_by_unit, peak_words
 from fsfunc.show.plans import check_plan
 
 if TYPE_CHECKING:
@@ -83,17 +77,17 @@ class MemoryChart(Drawn):
         count = max(min(room, WIDEST), 1)
         columns = [stack(held, kinds, top) for held in curve.columns(count)]
         pointer = " " * (margin + 1 + curve.peak_column(count)) + "▼"
-        yield painted([(pointer, "")])
+        yield picture_line([(pointer, "")])
         for row in reversed(range(ROWS)):
             said = scale.get(row + 1, "").rjust(margin - 1)
             looks = [MEMORY[c[row]] if row < len(c) else None for c in columns]
             cells = [(look.sign, look.style) if look else (" ", "") for look in looks]
-            yield painted([(f"{said} {'┤' if said.strip() else '│'}", ""), *cells])
-        yield painted([(f"{'0 B'.rjust(margin - 1)} └{'─' * count}", "")])
-        yield painted([(" " * (margin + 1), ""), *phase_line(self.turns(count))])
+            yield picture_line([(f"{said} {'┤' if said.strip() else '│'}", ""), *cells])
+        yield picture_line([(f"{'0 B'.rjust(margin - 1)} └{'─' * count}", "")])
+        yield picture_line([(" " * (margin + 1), ""), *phase_line(self.turns(count))])
         if curve.timed:
             ruler = f"0 s{of_seconds(curve.length):>{count - 3}}"
-            yield painted([(" " * (margin + 1) + ruler, "")])
+            yield picture_line([(" " * (margin + 1) + ruler, "")])
         yield ""
         yield self._table()
         rows = [(k, u, of_bytes(n), of_share(n, top)) for k, u, n in self.contents]

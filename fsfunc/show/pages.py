@@ -16,10 +16,10 @@ from pathlib import Path
 from fsfunc.planning.estimation import Estimate
 from fsfunc.planning.machines import Hardware
 from fsfunc.planning.plans import Plan, PlannedLeaf, RankPlan
-from fsfunc.printing.folding import alike, counted
+from fsfunc.printing.folding import group_alike, name_group
 from fsfunc.printing.tables import Report, Table, of_axes, of_bytes, of_count, visible
 from fsfunc.runtime.memory import KINDS
-from fsfunc.sharded.placements import describe
+from fsfunc.sharded.placements import describe_tensor
 from fsfunc.show import estimates, plans
 from fsfunc.show.charts import MEMORY, Bar, Look, Row, Tick, outline, ticks
 from fsfunc.show.layouts import grid_of, in_words
@@ -275,7 +275,7 @@ def _facts(plan: Plan, estimate: Estimate | None) -> str:
         numbers = of_count(sum(map(plans.numel, model)))
         facts.append(f"{numbers} parameters in {len(model)} tensors")
     if batch:
-        given = ", ".join(describe(x.shape, x.dtype) for x in batch[:_GIVEN])
+        given = ", ".join(describe_tensor(x.shape, x.dtype) for x in batch[:_GIVEN])
         more = f" and {len(batch) - _GIVEN} more" if len(batch) > _GIVEN else ""
         facts.append(f"batch of a rank {given}{more}")
     ranks = f"{plan.mesh.size} ranks" if plan.mesh.size > 1 else "1 rank"
@@ -355,7 +355,7 @@ def _table(table: Table) -> Iterator[str]:
     yield f'<div class="wide"><table><caption>{text(table.title)}</caption>'
     yield f"<tr>{row((name[1:] for name in table.head), 'th')}</tr>"
     yield from (f"<tr>{row(cells, 'td')}</tr>" for cells in table.rows[: table.most])
-    yield f"</table>{table.rest}</div>"
+    yield f"</table>{table.footer}</div>"
 
 
 def _layouts(plan: Plan) -> Iterator[str]:
@@ -379,10 +379,10 @@ def _leaf(plan: Plan, names: list[str], leaves: list[PlannedLeaf]) -> Iterator[s
         if leaf.layout is not None
     ]
     layouts = {name: said for name, said, _ in keyed}
-    groups = [found for found, _ in alike(keyed)]
-    yield f"{text(counted(names))}: {describe(first.shape, first.dtype)}"
+    groups = [found for found, _ in group_alike(keyed)]
+    yield f"{text(name_group(names))}: {describe_tensor(first.shape, first.dtype)}"
     for found in groups:
-        which = f"{counted(found)}: " if len(groups) > 1 else ""
+        which = f"{name_group(found)}: " if len(groups) > 1 else ""
         yield f"<br/>{text(which + layouts[found[0]])}"
     if len(groups) > 1:
         yield f'<br/><span class="faint">the ranks of {text(names[0])}:</span>'

@@ -12,23 +12,11 @@ from typing import Any
 from fsfunc.comm.ledgers import Record
 from fsfunc.planning.events import PHASES
 from fsfunc.planning.plans import Plan, PlannedLeaf, RankPlan
-from fsfunc.printing.folding import alike, counted
-from fsfunc.printing.tables import (
-    Report,
-    Table,
-    of_axes,
-    of_bytes,
-    of_count,
-    of_flops,
-)
-from fsfunc.sharded.placements import describe
+from fsfunc.printing.folding import group_alike, name_group
+from fsfunc.printing.tables import Report, Table, of_axes, of_bytes, of_count, of_flops
+from fsfunc.sharded.placements import describe_tensor
 from fsfunc.show.layouts import in_words
-from fsfunc.show.memory_curves import (
-    OUTSIDE_UNITS,
-    alive_table,
-    kinds_table,
-    unit_of,
-)
+from fsfunc.show.memory_curves import OUTSIDE_UNITS, alive_table, kinds_table, unit_of
 
 
 def plan(plan: Plan, rank: int | None = None) -> Report:
@@ -150,14 +138,14 @@ def _units(own: RankPlan) -> Table:
     layouts = {u: "; ".join(dict.fromkeys(map(_layout_of, leaves[u]))) for u in names}
     rows = []
     keyed = [(unit, (figures(unit), layouts[unit]), unit) for unit in names]
-    for group, found in alike(keyed):
+    for group, found in group_alike(keyed):
         n, row = len(found), figures(found[0])
         if not any(row):
             continue
         counts = [of_count(n * x) if x else "" for x in row[:3]]
         computed = [of_count(n * x) if x else "" for x in row[4:-1]]
         held, kept = (of_bytes(n * x) if x else "" for x in (row[3], row[-1]))
-        name = counted(group, OUTSIDE_UNITS)
+        name = name_group(group, OUTSIDE_UNITS)
         rows.append((name, *counts, layouts[found[0]], held, *computed, kept))
     head = ("<unit", ">calls", ">tensors", ">elements", "<layout", ">held here")
     head += (*(f">{p} FLOP" for p in phases), ">derived, a call")
@@ -230,7 +218,7 @@ def parameter_groups(own: RankPlan) -> list[tuple[list[str], list[PlannedLeaf]]]
         for leaf in own.leaves
         if leaf.kind == "parameters"
     ]
-    return alike(keyed)
+    return group_alike(keyed)
 
 
 def _parameters(own: RankPlan) -> Table:
@@ -238,10 +226,10 @@ def _parameters(own: RankPlan) -> Table:
     rows = []
     for names, leaves in parameter_groups(own):
         first, held = leaves[0], sum(leaf.bytes for leaf in leaves)
-        what = describe(first.shape, first.dtype)
+        what = describe_tensor(first.shape, first.dtype)
         whole = of_bytes(sum(map(_whole_bytes, leaves)))
         rows.append(
-            (counted(names), what, _common_layout(leaves), whole, of_bytes(held))
+            (name_group(names), what, _common_layout(leaves), whole, of_bytes(held))
         )
     head = ("<path", "<each", "<layout", ">whole", ">held here")
     return Table("parameters", head, rows)

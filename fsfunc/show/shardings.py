@@ -17,11 +17,18 @@ from fsfunc.checkpoint.finding import metadata
 from fsfunc.checkpoint.stored import Stored
 from fsfunc.comm.launch import PerRank
 from fsfunc.comm.mesh import Mesh, maybe_here
-from fsfunc.printing.folding import alike, counted
-from fsfunc.printing.tables import Printed, Report, Table, of_axes, of_bytes, painted
+from fsfunc.printing.folding import group_alike, name_group
+from fsfunc.printing.tables import (
+    Printed,
+    Report,
+    Table,
+    of_axes,
+    of_bytes,
+    picture_line,
+)
 from fsfunc.sharded.layout import Key, Layout, every_coordinate
 from fsfunc.sharded.leaf import Sharded, is_sharded
-from fsfunc.sharded.placements import describe
+from fsfunc.sharded.placements import describe_tensor
 from fsfunc.show.layouts import Grid, grid_of, in_words, part_in_words
 
 if TYPE_CHECKING:
@@ -47,7 +54,7 @@ class LeafPicture(Printed):
     def said(self) -> str:
         """The leaf and its layout in words."""
         layout = self.layout
-        what = describe(layout.shape, layout.dtype, layout.name)
+        what = describe_tensor(layout.shape, layout.dtype, layout.name)
         return f"{what}, {in_words(layout)}"
 
     def holders(self, key: Key) -> tuple[int, ...]:
@@ -64,7 +71,7 @@ class LeafPicture(Printed):
             yield "a cell names the ranks that hold it"
             yield ""
             lines = self.grid.lines(lambda key: of_ranks(self.holders(key)))
-            yield from map(painted, lines)
+            yield from map(picture_line, lines)
         yield ""
         yield self.table()
         if self.empty:
@@ -180,8 +187,8 @@ def sharding(
         cells, size = _cells(leaf, layout, mesh.coordinates(own))
         total += size
         keyed.append((path, (cells, size), cells))
-    for names, found in alike(keyed):
-        rows.append((counted(names), *found[0]))
+    for names, found in group_alike(keyed):
+        rows.append((name_group(names), *found[0]))
     over = of_axes(mesh.axes) or "one rank"
     head = ("<path", "<whole", "<layout", f"<rank {own} holds", ">bytes each")
     end = f"rank {own} holds {of_bytes(total)} in {len(leaves)} leaves"
@@ -213,11 +220,11 @@ def _cells(
     """A table's cells for a leaf after its path, and its bytes on this rank."""
     if layout is not None:
         n = math.prod(layout.local_shape(at)) * layout.dtype.itemsize
-        what = describe(layout.shape, layout.dtype)
+        what = describe_tensor(layout.shape, layout.dtype)
         return (what, in_words(layout), part_in_words(layout, at), of_bytes(n)), n
     if isinstance(leaf, Tensor):
         n = leaf.numel() * leaf.element_size()
-        return (describe(leaf.shape, leaf.dtype), "whole", "all", of_bytes(n)), n
+        return (describe_tensor(leaf.shape, leaf.dtype), "whole", "all", of_bytes(n)), n
     return (type(leaf).__name__, "whole", "all", ""), 0
 
 

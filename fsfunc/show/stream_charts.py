@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from fsfunc.planning.estimation import Estimate
 from fsfunc.planning.simulation import BUBBLE, EXPOSED, Span
-from fsfunc.printing.tables import Table, of_seconds, of_share, painted
+from fsfunc.printing.tables import Table, of_seconds, of_share, picture_line
 from fsfunc.show.charts import COMPUTE, OUTSIDE, STALL, WAITS
 from fsfunc.show.estimates import rates
 from fsfunc.show.lanes import Lane, LaneChart, check_spans
@@ -49,11 +49,11 @@ class StreamChart(LaneChart):
         count = WIDEST if width is None else min(max(width - margin - 2, 10), WIDEST)
         first, last = of_seconds(self.start), of_seconds(self.end)
         ruler = first + last.rjust(count + 1 - len(first))
-        yield painted([(" " * (margin + 1) + ruler, "")])
+        yield picture_line([(" " * (margin + 1) + ruler, "")])
         for lane in self.lanes:
             looks = lane.columns(self.start, self.end, count)
             cells = [(look.sign, look.style) if look else (" ", "") for look in looks]
-            yield painted([(f"{lane.name.ljust(margin)}│", ""), *cells, ("│", "")])
+            yield picture_line([(f"{lane.name.ljust(margin)}│", ""), *cells, ("│", "")])
         yield ""
         yield from self.legends(width)
         yield ""

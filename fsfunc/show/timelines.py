@@ -15,7 +15,7 @@ from fsfunc.pipelining.actions import KINDS, Action, Schedule, parse, stages_of
 from fsfunc.pipelining.timing import Costs, TimedAction, simulate
 from fsfunc.pipelining.verification import peak_microbatches
 from fsfunc.planning.simulation import Span
-from fsfunc.printing.tables import Table, of_seconds, of_share, painted
+from fsfunc.printing.tables import Table, of_seconds, of_share, picture_line
 from fsfunc.show.charts import (
     COMPUTE,
     WAITS,
@@ -26,14 +26,7 @@ from fsfunc.show.charts import (
     lighter,
     look_of,
 )
-from fsfunc.show.lanes import (
-    NOISE,
-    Lane,
-    LaneChart,
-    bands,
-    check_events,
-    number,
-)
+from fsfunc.show.lanes import NOISE, Lane, LaneChart, bands, check_events, number
 
 if TYPE_CHECKING:
     from rich.text import Text
@@ -101,7 +94,7 @@ class Timeline(LaneChart):
         return [both[i % n] for i, _ in enumerate(self.lanes)]
 
     def pieces(self, width: int | None) -> Iterator[Table | Text | str]:
-        yield from map(painted, bands(self.lanes, self.names, self.end, width))
+        yield from map(picture_line, bands(self.lanes, self.names, self.end, width))
         yield from self.legends(width)
         yield ""
         yield self.title

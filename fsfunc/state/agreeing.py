@@ -1,11 +1,17 @@
-"""Comparison of ranks that lay out a state; errors are raised on all of them."""
+"""Comparison of ranks that lay out a state; errors are raised on all of them.
+
+Ranks that lay a state out for unlike programs would later wait for each other, or train
+on unlike parameters. So `placing.lay_out` works inside `together`: the ranks compare
+their programs before memory is taken, and say at the end whether one of them raised;
+then all raise, and no rank is left waiting.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -27,6 +33,7 @@ from fsfunc.tracing.replicas import (
     compare_batches,
 )
 from fsfunc.transforms.sharded_calls import Sharding
+from fsfunc.tree.types import Leaf, PyTree
 
 _TITLE = "ranks lay out a state, and not all alike"
 _UNLIKE = "ranks lay out for unlike steps"
@@ -41,75 +48,100 @@ class RecordedProgram:
     """What a rank lays a state out for: a function, as it was recorded.
 
     Args:
+        fn: the function.
+        recorder: its record.
         handlers: the interpretations that lay leaves out.
-        over: the axes that leaves are split over.
+        here: the rank.
+        split_axes: the axes that leaves are split over.
     """
 
     fn: Callable[..., Any]
     recorder: Recorder
     handlers: Sequence[Any]
-    at: Here
-    over: set[str]
+    here: Here
+    split_axes: set[str]
 
     @property
     def transforms(self) -> Sequence[Any]:
+        """All transforms of the function, or else those that lay out."""
         return getattr(self.fn, "interpretations", ()) or self.handlers
 
     def together(self) -> SharedBatchAxes:
-        """The axes whose ranks are given one batch, and why (see `compare_batches`)."""
-        mesh, recorder = self.at.mesh, self.recorder
+        """Returns the axes whose ranks are given one batch, and why.
+
+        See `compare_batches`.
+        """
+        mesh, recorder = self.here.mesh, self.recorder
         means = {a for h in self.transforms for a in getattr(h, "axes", ())}
-        apart = {*mesh.axes} - self.over - recorder.axes - means
-        same = {axis for h in self.handlers for axis in h.same_batch}
-        each = [(same, STAGES_REASON), (self.over - means, SPLIT_REASON)]
+        # Nothing is summed over these: on other rows the ranks would train apart.
+        unused = {*mesh.axes} - self.split_axes - recorder.axes - means
+        stages = {axis for h in self.handlers for axis in h.same_batch}
+        reasons = [(stages, STAGES_REASON), (self.split_axes - means, SPLIT_REASON)]
         if recorder.returns_new_leaves:
-            each.insert(1, (apart, ""))
-        found = [(tuple(a for a in mesh.axes if a in axes), why) for axes, why in each]
-        return [(axes, why) for axes, why in found if axes and mesh.axis_size(axes) > 1]
+            reasons.insert(1, (unused, ""))
+        ordered = [
+            (tuple(a for a in mesh.axes if a in axes), why) for axes, why in reasons
+        ]
+        return [
+            (axes, why) for axes, why in ordered if axes and mesh.axis_size(axes) > 1
+        ]
 
 
 class Agreement:
     """The comparisons of the ranks that lay out a state together, as far as made.
 
-    ``where`` is None without other ranks; ``apart``: whether they are processes (all
-    simulated ranks raise anyway); ``compared``: whether programs were compared;
-    ``among``: the ranks that still have to exchange constants of the type check;
-    ``made``: what is compared at the end.
+    Attributes:
+        where: the ranks that compare; None without other ranks.
+        are_processes: whether they are processes. Simulated ranks all raise anyway.
+        compared: whether programs were compared.
+        checked_together: the ranks that have still to exchange constants of the type
+            check, or None.
+        made_lines: what is compared at the end: leaves that a user's function has made.
     """
 
     def __init__(self, fn: Callable[..., Any], layouts: LayoutRules | None):
         laying = [h for h in getattr(fn, "interpretations", ()) if h.lays_out]
         self.where: RankGroup | None = None
-        self.among: RankGroup | None = None
+        self.checked_together: RankGroup | None = None
         self.compared = False
-        self.made: Lines = []
+        self.made_lines: Lines = []
         if laying:
-            at = here(laying[0].mesh)
+            rank_here = here(laying[0].mesh)
             axes = {a for h in laying for a in h.axes} | {*axes_of(layouts or {})}
-            self.where = compared(at, axes)
-        self.apart = self.where is not None and self.where.link.notes is None
+            self.where = compared_ranks(rank_here, axes)
+        # Only ranks that share a process share notes.
+        self.are_processes = self.where is not None and self.where.link.notes is None
 
-    def compare_made(self, t: Any) -> None:
+    def compare_made(self, t: PyTree) -> None:
         """Compares the whole leaves that a function has made beside the parameters."""
         if (where := self.where) is None:
             return
         paths, leaves, _ = tree.flatten_with_paths(t, is_leaf=is_sharded)
         section = section_of_values(paths, leaves, where.link.notes)
-        if self.apart:
-            self.made = section.lines
+        # Processes compare once, at the end, with what was raised: see `end`.
+        if self.are_processes:
+            self.made_lines = section.lines
         else:
             agree(where, section)
 
     def compare_programs(
         self,
         program: RecordedProgram,
-        rest: Any,
+        batch: tuple[PyTree, ...],
         lines: Callable[[], Lines],
         values: Callable[[], Section],
     ) -> None:
-        """Raises on every rank if the ranks' programs or values differ."""
-        at, handlers, recorder = program.at, program.handlers, program.recorder
-        where = compared(at, program.over.union(*(h.axes for h in handlers)))
+        """Raises on every rank if the ranks' programs or values differ.
+
+        Args:
+            batch: the arguments of the program beside the state.
+            lines: returns what else is compared of the program.
+            values: returns what is compared of the leaves' values.
+        """
+        rank_here, handlers = program.here, program.handlers
+        recorder = program.recorder
+        axes = program.split_axes.union(*(h.axes for h in handlers))
+        where = compared_ranks(rank_here, axes)
         if where is None:
             return
         transforms = enumerate(program.transforms)
@@ -125,14 +157,16 @@ class Agreement:
             where.link.after_others()
         shardings = [h for h in handlers if isinstance(h, Sharding)]
         if shardings:
-            self.among = get_group(shardings[0].axes, at)
+            self.checked_together = get_group(shardings[0].axes, rank_here)
         together = program.together()
         for axes, because in together:
-            compare_batches(rest, get_group(axes, at), because)
+            compare_batches(batch, get_group(axes, rank_here), because)
         for h in shardings:
-            h.first_calls.on_layout(at.rank, recorder.returns_new_leaves, together)
+            h.first_calls.on_layout(
+                rank_here.rank, recorder.returns_new_leaves, together
+            )
         for h in handlers:
-            h.ran(at)
+            h.ran(rank_here)
 
     def end(self, raised: str) -> None:
         """Tells the other ranks what this one raised; they do the same.
@@ -141,23 +175,25 @@ class Agreement:
         where the others are still to compare programs, it meets those.
         """
         self.exchange(())
-        sections = [Section(_TITLE, [("raised", raised), *self.made])]
+        sections = [Section(_TITLE, [("raised", raised), *self.made_lines])]
         if not self.compared:
             sections.append(Section(_TITLE, []))  # in place of whole parameters
-        if self.apart and self.where is not None:
+        if self.are_processes and self.where is not None:
             agree(self.where, *sections)
 
     def exchange(self, lines: Lines) -> Mapping[int, Lines]:
-        """The lines of each rank among whom there is one that has others."""
-        among, self.among = self.among, None
-        return differing_lines(lines, among) if self.apart and among is not None else {}
+        """Returns each rank's lines; empty where all ranks have the same."""
+        where, self.checked_together = self.checked_together, None
+        if not self.are_processes or where is None:
+            return {}
+        return differing_lines(lines, where)
 
 
 @contextmanager
 def together(
     fn: Callable[..., Any], layouts: LayoutRules | None
 ) -> Iterator[Agreement]:
-    """Inside, ranks lay out for ``fn``; if one of them raises, the others do too.
+    """Returns a context in which ranks lay out; if one of them raises, all do.
 
     Raises:
         RanksDiffer: another rank has raised: says which, and what.
@@ -168,8 +204,9 @@ def together(
     try:
         yield agreement
     except (PeerFailed, CollectiveMismatch):
-        raise  # they know
+        raise  # the others know
     except Exception as error:
+        # A comparison of programs has raised on all ranks: then there is none to tell.
         if agreement.compared or not isinstance(error, RanksDiffer):
             with suppress(RanksDiffer):
                 agreement.end(f"{type(error).__name__}: {error}")
@@ -178,44 +215,58 @@ def together(
     agreement.end("nothing")
 
 
-def compared(at: Here, axes: set[str]) -> RankGroup | None:
-    """The ranks along some axes, if they are there to be compared."""
-    if not at.link.moves_data or at.link.vmap_level is not None:
-        return None  # what is planned has no others, and a vmap mesh one program
-    return get_group(tuple(a for a in at.mesh.axes if a in axes), at)
+def compared_ranks(rank_here: Here, axes: set[str]) -> RankGroup | None:
+    """Returns the ranks along some axes, if they are there to be compared."""
+    # A plan has no other ranks, and a vmap mesh one program.
+    if not rank_here.link.moves_data or rank_here.link.vmap_level is not None:
+        return None
+    return get_group(tuple(a for a in rank_here.mesh.axes if a in axes), rank_here)
 
 
 def unlike_steps(lines: Lines) -> Section:
-    """The lines of the program that a rank lays out for."""
+    """Returns the section of lines that say which program a rank lays out for."""
     return Section(_UNLIKE, lines, _LIKE)
 
 
-def kind_of(x: Any) -> Any:
-    """The shape and dtype of a tensor, the type of any other leaf."""
+Kind: TypeAlias = tuple[torch.Size, torch.dtype] | type  # of a leaf: see `kind_of`
+
+
+def kind_of(x: Leaf) -> Kind:
+    """Returns the shape and dtype of a tensor, the type of any other leaf."""
     return (x.shape, x.dtype) if isinstance(x, Tensor | Sharded) else type(x)
 
 
-def opaque(kinds: Iterable[Any]) -> bool:
-    """True if one of the leaves of these kinds may change as a step runs."""
+def any_mutable(kinds: Iterable[Kind]) -> bool:
+    """Returns whether a leaf of one of these kinds may change as a step runs."""
     return not _FIXED.issuperset(k for k in kinds if type(k) is not tuple)
 
 
-_FIXED = {bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device}
+_FIXED: set[Any] = {
+    bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device,
+}  # fmt: skip
 
 
 def same_functions(ours: Sequence[Any], theirs: Sequence[Any]) -> bool:
-    """True if functions of two ranks call one object, under transforms told alike."""
+    """Returns whether functions of two ranks call one object, under equal transforms.
+
+    Args:
+        ours: what this rank calls.
+        theirs: what another one calls, in the same order.
+    """
     return all(map(_is_same, ours, theirs))
 
 
-def _is_same(f: Any, other: Any) -> bool:
+def _is_same(f: Callable[..., Any], other: Callable[..., Any]) -> bool:
     ours, theirs = (getattr(x, "interpretations", ()) for x in (f, other))
-    alike = len(ours) == len(theirs) and all(map(_alike, ours, theirs))
-    return alike and _beneath(f) is _beneath(other)
+    are_equal = len(ours) == len(theirs) and all(map(_are_equal, ours, theirs))
+    return are_equal and _beneath(f) is _beneath(other)
 
 
-def _alike(h: Any, other: Any) -> bool:
-    """True of one interpretation, and of two of the library's with equal arguments."""
+def _are_equal(h: Interpretation, other: Interpretation) -> bool:
+    """Returns whether two interpretations do the same.
+
+    Two of the library's do, with equal arguments; of the user's own nobody knows.
+    """
     if h is other:
         return True
     ours = type(h) is type(other) and type(h).__module__.startswith("fsfunc.")
@@ -223,7 +274,7 @@ def _alike(h: Any, other: Any) -> bool:
 
 
 def _beneath(f: Any) -> Any:
-    """The function that transforms were applied to."""
+    """Returns the function that transforms were applied to."""
     while getattr(f, "__code__", None) is _TRANSFORMED:
         f = f.__wrapped__
     return f

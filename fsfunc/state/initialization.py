@@ -1,4 +1,9 @@
-"""The first state of a step: ``init_state``, ``abstract_state``."""
+"""The first state of a step: ``init_state``, ``abstract_state``.
+
+Both lay the parameters out by `placing.lay_out`, recorded from the state with which the
+step begins; then the optimizer makes its state of the laid out parameters, so that
+moments have the layouts of these. ``abstract_state`` does so on shapes alone.
+"""
 
 from __future__ import annotations
 
@@ -20,10 +25,10 @@ from torch import Tensor
 
 from fsfunc import _torch, tree
 from fsfunc.comm.comparison import Lines
-from fsfunc.comm.descriptions import describe_lines
+from fsfunc.comm.descriptions import told
 from fsfunc.comm.tracebacks import api_boundary
 from fsfunc.core.frames import transformed
-from fsfunc.optim.schedules import ask_schedules_and_masks
+from fsfunc.optim.schedules import answers
 from fsfunc.runtime.memory_spaces import Store, moments_go_to
 from fsfunc.sharded.inputs import check_function
 from fsfunc.sharded.leaf import is_sharded
@@ -32,11 +37,11 @@ from fsfunc.sharded.plain_leaves import lay_leaves
 from fsfunc.state.agreeing import together
 from fsfunc.state.layout_rules import LayoutRules
 from fsfunc.state.leaf_sources import Deferred, GivenLeaves, Shapes, defer
-from fsfunc.state.placing import LayoutRequest, lay_out, own_leaves
+from fsfunc.state.placing import LayoutRequest, lay_out, rank_local_leaves
 from fsfunc.state.train_state import OptimizerLike, TrainState, known_optimizer
 from fsfunc.transforms.offloading import settled_in, stores_of
 from fsfunc.transforms.sharded_calls import Sharding
-from fsfunc.tree.types import PyTree
+from fsfunc.tree.types import Leaf, PyTree
 
 if TYPE_CHECKING:
     from fsfunc.transforms.local.averaging import LocalState
@@ -94,7 +99,7 @@ def init_state(
     layouts: LayoutRules | None = None,
     like: Mapping[str, str] | None = None,
 ) -> PyTree:
-    """The initial state of ``step``, of which each rank has its part.
+    """Returns the initial state of ``step``, of which each rank has its part.
 
     The step is run once on fake tensors to find the leaves that its units take. The
     state is a `TrainState`; under ``local_sgd`` and the like a `LocalState` of one.
@@ -199,10 +204,10 @@ def init_state(
     True
     """
     check_function(step, "init_state")
-    asked = LayoutRequest(
+    request = LayoutRequest(
         step, params_or_init_fn, batch, GivenLeaves(), record, layouts, like
     )
-    return _begun(asked, _first_state(optimizer, extra))
+    return _make_state(request, _first_state(optimizer, extra))
 
 
 @overload
@@ -245,7 +250,9 @@ def abstract_state(
     layouts: LayoutRules | None = None,
     like: Mapping[str, str] | None = None,
 ) -> PyTree:
-    """The state that ``init_state`` would make, of "meta" tensors: its shapes alone.
+    """Returns the state that ``init_state`` would make, of "meta" tensors.
+
+    These have shapes and layouts alone.
 
     What ``ff.load`` needs to know of the state that it is to make.
 
@@ -269,39 +276,39 @@ def abstract_state(
     (device(type='meta'), True)
     """
     check_function(step, "abstract_state")
-    asked = LayoutRequest(
+    request = LayoutRequest(
         step, params_or_init_fn, batch, Shapes(), layouts=layouts, like=like
     )
-    return _begun(asked, _first_state(optimizer, extra))
+    return _make_state(request, _first_state(optimizer, extra))
 
 
 @dataclass(frozen=True)
 class _FirstState:
-    """The initial state for laid out parameters.
+    """Makes the initial state of laid out parameters.
 
     Args:
         optimizer: the optimizer, or the function that makes the state.
         extra: the tree ``extra``, if one was given.
-        more: the function that makes ``extra``, if that was given.
+        make_extra: the function that makes ``extra``, if that was given.
     """
 
     optimizer: Any
-    extra: Any = None
-    more: Callable[[Any], Any] | None = None
+    extra: PyTree = None
+    make_extra: Callable[[PyTree], PyTree] | None = None
 
-    def __call__(self, params: Any, extra: Any) -> Any:
+    def __call__(self, params: PyTree, extra: PyTree) -> PyTree:
         if not hasattr(self.optimizer, "init"):
             return self.optimizer(params)
-        extra = self.more(params) if self.more is not None else extra
+        extra = self.make_extra(params) if self.make_extra is not None else extra
         return TrainState(params, self.optimizer.init(params), extra=extra)
 
     @property
-    def is_told(self) -> bool:
-        """True where a function of the user's makes leaves beside the parameters."""
-        return self.more is not None or not hasattr(self.optimizer, "init")
+    def is_users(self) -> bool:
+        """Whether a function of the user's makes leaves beside the parameters."""
+        return self.make_extra is not None or not hasattr(self.optimizer, "init")
 
 
-def _first_state(optimizer: Any, extra: Any) -> _FirstState:
+def _first_state(optimizer: Any, extra: PyTree | Callable[..., Any]) -> _FirstState:
     if callable(extra):
         return _FirstState(optimizer, {}, extra)
     if extra is not None and not hasattr(optimizer, "init"):
@@ -312,105 +319,124 @@ def _first_state(optimizer: Any, extra: Any) -> _FirstState:
     return _FirstState(optimizer, {} if extra is None else extra)
 
 
-def _begun(asked: LayoutRequest, first: _FirstState) -> Any:
-    """The first state, under the transforms of ``asked.fn``, whose ``t`` may be made.
+def _make_state(request: LayoutRequest, first: _FirstState) -> PyTree:
+    """Makes the first state, under the transforms of ``request.fn``.
 
-    Its ``source`` says what is wanted of leaves that are given: values, or shapes.
+    Args:
+        request: its ``t`` may be a function that makes the parameters; its ``source``
+            says what is wanted of leaves that are given: values, or shapes.
+        first: makes the state of laid out parameters.
     """
-    step, params, source = asked.fn, asked.t, asked.source
+    step, params, source = request.fn, request.t, request.source
     handlers: Any = getattr(step, "interpretations", ())
-    with together(step, asked.layouts) as agreement:
+    with together(step, request.layouts) as agreement:
         # Values are there, or a function makes each rank's part of them below.
         if isinstance(params, torch.nn.Module):  # which can be called
             raise TypeError(_MODULE.format(type(params).__name__))
         if callable(params):
             only_shapes = isinstance(source, Shapes)
-            params, deferred = defer(params, asked.rest, draws=not only_shapes)
+            params, deferred = defer(params, request.batch, draws=not only_shapes)
             source = source if only_shapes else deferred
-        if asked.record == "real" and isinstance(source, Deferred):
-            params = tree.map(source.own, params, is_leaf=is_sharded)
+        # A real call of the step needs all values.
+        if request.record == "real" and isinstance(source, Deferred):
+            params = tree.map(source.copied, params, is_leaf=is_sharded)
             source = GivenLeaves()
 
         # The step is recorded from the state that it begins with. Where there is a tree
         # beside the parameters, leaves and rules have the paths that they have in both.
         extra, begin = first.extra, first
-        both = bool(tree.leaves(extra, is_leaf=is_sharded))
+        has_extra = bool(tree.leaves(extra, is_leaf=is_sharded))
         for sharding in [h for h in handlers if isinstance(h, Sharding)]:
-            if first.is_told:
+            if first.is_users:
                 begin = transformed(begin, sharding)  # whose laws hold for what it does
 
-        def run(whole: Any, *batch: Any) -> Any:
-            return step(begin(*(whole if both else (whole, extra))), *batch)
+        def run(whole: PyTree, *batch: PyTree) -> PyTree:
+            return step(begin(*(whole if has_extra else (whole, extra))), *batch)
 
-        def beside() -> Lines:
+        def optimizer_lines() -> Lines:
             optimizer = known_optimizer(first.optimizer)
-            return describe_lines(
-                "optimizer", optimizer, ask_schedules_and_masks(params)
-            )
+            return told("optimizer", optimizer, answers(params))
 
         run.interpretations = handlers  # type: ignore[attr-defined]
-        rules, like = asked.layouts or {}, asked.like
-        own = {p: rule for p, rule in rules.items() if isinstance(rule, Own)}
-        splits = {p: rule for p, rule in rules.items() if p not in own}
-        given = {p: r for p, r in own.items() if p.split("/")[0] in ("params", "extra")}
-        apart = own_leaves(step, {"params": params, "extra": extra}, given)
-        if both:
+        # Patterns of splits name paths of parameters; those of rank-local values name
+        # paths of the state, of which the optimizer's part is not there yet.
+        rules, like = request.layouts or {}, request.like
+        own_rules = {p: rule for p, rule in rules.items() if isinstance(rule, Own)}
+        splits = {p: rule for p, rule in rules.items() if p not in own_rules}
+        early_rules = {
+            p: rule
+            for p, rule in own_rules.items()
+            if p.split("/")[0] in ("params", "extra")
+        }
+        rank_local = rank_local_leaves(
+            step, {"params": params, "extra": extra}, early_rules
+        )
+        if has_extra:
             splits = {f"params/{p}": rule for p, rule in splits.items()}
             like = {
                 f"extra/{p}".strip("/"): f"params/{q}".strip("/")
                 for p, q in (like or {}).items()
             }
         else:
-            apart = {p.partition("/")[2]: rule for p, rule in apart.items()}
+            rank_local = {p.partition("/")[2]: rule for p, rule in rank_local.items()}
 
         # Each leaf is made, and laid out, one after the other: this rank's part of it.
         laid = lay_out(
             replace(
-                asked, fn=run, t=_Whole(params, extra) if both else params,
-                source=source, layouts=splits, like=like, own=apart, beside=beside,
-                calls=(step, first.optimizer, first.more), begins=True,
+                request, fn=run, t=_Whole(params, extra) if has_extra else params,
+                source=source, layouts=splits, like=like, rank_local=rank_local,
+                more_lines=optimizer_lines, makes_first_state=True,
+                called=(step, first.optimizer, first.make_extra),
             ),
             agreement,
         )  # fmt: skip
         source.release()
 
         # The optimizer makes its state of laid out parameters, in layouts like theirs.
-        laid, extra = laid if both else (laid, extra)
+        laid, extra = laid if has_extra else (laid, extra)
         store = stores_of(step).moments
         with moments_go_to(store):
             state = first(laid, extra)
-        state = _in_own_memory(state, (laid, extra), first.is_told, source, store)
-        state = lay_leaves(state, own_leaves(step, state, own))
-        if first.is_told:
+        state = _copy_shared(state, (laid, extra), first.is_users, source, store)
+        state = lay_leaves(state, rank_local_leaves(step, state, own_rules))
+        if first.is_users:
             agreement.compare_made(state)
         for transform in handlers:
             state = transform.first_state(state)
         return state
 
 
-def _in_own_memory(
-    state: Any, given: Any, is_told: bool, source: GivenLeaves, store: Store | None
-) -> Any:
-    """``state``, with copies of leaves that share memory with ``given`` or others.
-
-    The copies are in ``store`` if there is one.
+def _copy_shared(
+    state: PyTree,
+    laid: PyTree,
+    is_users: bool,
+    source: GivenLeaves,
+    store: Store | None,
+) -> PyTree:
+    """Returns a state, with copies of leaves that share memory with others.
 
     A user's function may return its arguments, or tensors that it keeps: an average
     begins as the parameters. A donated step writes into its state, so these are copied.
+
+    Args:
+        laid: what the state was made of, which may be in it, once.
+        is_users: whether a function of the user's made it.
+        source: copies plain tensors.
+        store: where the leaves that were made go to, if anywhere.
     """
-    before = tree.leaves(given, is_leaf=is_sharded)
-    known, memory = set(map(id, before)), set(map(_memory, before))
+    laid_leaves = tree.leaves(laid, is_leaf=is_sharded)
+    unseen_ids, memory = set(map(id, laid_leaves)), set(map(_memory, laid_leaves))
     leaves, treedef = tree.flatten(state, is_leaf=is_sharded)
     moved = []
     for i, x in enumerate(leaves):
-        if id(x) in known:
-            known.remove(id(x))  # where it occurs a second time, it is copied
+        if id(x) in unseen_ids:
+            unseen_ids.remove(id(x))  # where it occurs a second time, it is copied
             continue
         if is_sharded(x) and _memory(x) in memory:
             leaves[i] = x.with_local(x.local.clone())
-        elif is_told and not is_sharded(x):
-            leaves[i] = source.own(x)
-        if is_sharded(x) or not is_told:
+        elif is_users and not is_sharded(x):
+            leaves[i] = source.copied(x)
+        if is_sharded(x) or not is_users:
             moved.append(i)
     if store is not None:
         settled = settled_in(store, [leaves[i] for i in moved])
@@ -419,8 +445,8 @@ def _in_own_memory(
     return tree.unflatten(treedef, leaves)
 
 
-def _memory(x: Any) -> Any:
-    """The storage of a leaf, whose part of a buffer is not made for it."""
+def _memory(x: Leaf) -> int | None:
+    """Returns the storage of a leaf; its part of a buffer is not made for that."""
     if is_sharded(x):
         x = x.local if x.packed is None else x.packed.flat
     return _torch.storage_key(x) if isinstance(x, Tensor) else None
@@ -429,8 +455,8 @@ def _memory(x: Any) -> Any:
 class _Whole(NamedTuple):
     """Parameters and extra, under the names that they have in paths."""
 
-    params: Any
-    extra: Any
+    params: PyTree
+    extra: PyTree
 
 
 _MODULE = (

@@ -44,7 +44,7 @@ _Tree = TypeVar("_Tree")
 
 
 def reduce_like(t: _Tree, like: PyTree) -> _Tree:
-    """The means of ``t`` over the ranks, with the layouts of ``like``.
+    """Returns the means of ``t`` over the ranks, with the layouts of ``like``.
 
     For values that differ between ranks, such as the clipped and summed gradients of
     their samples: the result is sharded as the parameters are.
@@ -75,11 +75,11 @@ def reduce_like(t: _Tree, like: PyTree) -> _Tree:
     >>> ff.spmd(main, mesh)()[0]
     [3.0, 3.0, 3.0]
     """
-    return _back(t, like, "reduce_like", REDUCE, MEAN)
+    return _lay_by_maps(t, like, "reduce_like", REDUCE, MEAN)
 
 
 def lay_like(t: _Tree, like: PyTree) -> _Tree:
-    """``t``, which is equal on all ranks, with the layouts of ``like``.
+    """Returns ``t``, which is equal on all ranks, with the layouts of ``like``.
 
     For whole tensors that every rank computed from the same values, such as the
     orthogonalised momenta of Muon: each rank keeps its parts.
@@ -110,117 +110,145 @@ def lay_like(t: _Tree, like: PyTree) -> _Tree:
     >>> ff.spmd(main, mesh)()
     [[0.5, 0.0], [0.0, 0.25]]
     """
-    return _back(t, like, "lay_like", TAKE_PART, None)
+    return _lay_by_maps(t, like, "lay_like", TAKE_PART, None)
 
 
-def _back(
-    t: Any, like: Any, what: str, parts: LinearMap, whole: LinearMap | None
-) -> Any:
-    """Whole tensors in the layouts of ``like``, grouped by the same collectives."""
+def _lay_by_maps(
+    t: PyTree, like: PyTree, function: str, to_parts: LinearMap, mean: LinearMap | None
+) -> PyTree:
+    """Returns whole tensors in the layouts of ``like``.
+
+    Args:
+        function: the public function, for messages.
+        to_parts: the collective that makes each rank's part of whole tensors.
+        mean: that for leaves that stay whole, and for axes over which parts are equal;
+            None: the tensors are equal on all ranks already.
+
+    Cost: one collective for each dtype and group of axes.
+    """
     leaves, treedef = tree.flatten(like, is_leaf=is_sharded)
     try:
         values: list[Any] = treedef.flatten_up_to(t)
     except ValueError:
         either = lambda x: x is None or is_sharded(x)  # noqa: E731
-        tree.check_same_structure(like, t, what=what, against="like", is_leaf=either)
+        tree.check_same_structure(
+            like, t, what=function, against="like", is_leaf=either
+        )
         raise
     values = [recorded_tensor(x) for x in values]  # of a step that is recorded
-    chosen: dict[Any, list[int]] = {}
+    positions_of: dict[tuple[tuple[str, ...], torch.dtype], list[int]] = {}
     blocks: dict[int, Layout] = {}
     for i, (x, old) in enumerate(zip(values, leaves, strict=True)):
-        alike = is_sharded(x) and is_sharded(old) and x.layout.parts == old.layout.parts
-        real = is_sharded(old) or isinstance(old, Tensor) and differentiable(old)
-        if real and x is not None and not alike:  # others have the layout already
-            _check_like(x, old, what)
-            if whole is None:
-                claim_equal(x, what)
+        is_laid = (
+            is_sharded(x) and is_sharded(old) and x.layout.parts == old.layout.parts
+        )
+        is_real = is_sharded(old) or isinstance(old, Tensor) and differentiable(old)
+        if is_real and x is not None and not is_laid:
+            _check_like(x, old, function)
+            if mean is None:
+                claim_equal(x, function)
             axes = ()
             if isinstance(old, Sharded):
-                blocks[i] = block_layout(old, what)
-                values[i], axes = _cut(x, old.layout), blocks[i].axes
-            chosen.setdefault((axes, x.dtype), []).append(i)
+                blocks[i] = block_layout(old, function)
+                values[i], axes = _block(x, old.layout), blocks[i].axes
+            positions_of.setdefault((axes, x.dtype), []).append(i)
     out = list(values)
-    for (axes, _), positions in sorted(chosen.items(), key=lambda item: item[1]):
-        some, old = [values[i] for i in positions], [blocks.get(i) for i in positions]
-        for i, x in zip(positions, _laid(some, old, axes, parts, whole), strict=True):
+    # In the order of the leaves, as all ranks must call the collectives in one order.
+    for (axes, _), positions in sorted(positions_of.items(), key=lambda item: item[1]):
+        wholes = [values[i] for i in positions]
+        layouts = [blocks.get(i) for i in positions]
+        laid_out = _lay_group(wholes, layouts, axes, to_parts, mean)
+        for i, x in zip(positions, laid_out, strict=True):
             out[i] = (
                 note_laid_out(leaves[i].with_local(x)) if is_sharded(leaves[i]) else x
             )
     for x, old in zip(out, leaves, strict=True):
         if isinstance(x, Tensor):
-            lay_leaf(x, placement_of(old) or WHOLE if whole is None else WHOLE)
+            lay_leaf(x, placement_of(old) or WHOLE if mean is None else WHOLE)
     return tree.unflatten(treedef, out)
 
 
-def _cut(x: Leaf, layout: Layout) -> Tensor:
-    """This rank's block of a whole tensor, which is one value over the other axes."""
+def _block(x: Leaf, layout: Layout) -> Tensor:
+    """Returns this rank's block of a whole tensor, by a layout's splits.
+
+    The tensor is one value over the axes of the splits.
+    """
     for split in layout.splits:
-        how = LinearMap("slice", "I", "V", dim=split.dim)
-        x = apply_map(x, how, get_group(split.axis))
+        cut = LinearMap("slice", "I", "V", dim=split.dim)
+        x = apply_map(x, cut, get_group(split.axis))
     return x
 
 
-def _check_like(x: Any, old: Any, what: str) -> None:
+def _check_like(x: Leaf, old: Leaf, function: str) -> None:
+    """Raises unless ``x`` is a whole floating tensor of the shape of ``old``."""
     name = f" for {old.name!r}" if is_sharded(old) else ""
     if not isinstance(x, Tensor) or tuple(x.shape) != tuple(old.shape):
-        found = tuple(x.shape) if isinstance(x, Tensor) else f"a {type(x).__name__}"
+        kind = tuple(x.shape) if isinstance(x, Tensor) else f"a {type(x).__name__}"
         raise ValueError(
-            f"{what}: expected a whole tensor of shape {tuple(old.shape)}{name}, found "
-            f"{found}; unshard gives whole tensors"
+            f"{function}: expected a whole tensor of shape {tuple(old.shape)}{name}, "
+            f"found {kind}; unshard gives whole tensors"
         )
     if not differentiable(x):
-        raise ValueError(f"{what}: expected a floating tensor{name}, found {x.dtype}")
+        raise ValueError(
+            f"{function}: expected a floating tensor{name}, found {x.dtype}"
+        )
 
 
-def _laid(
+def _lay_group(
     values: Sequence[Tensor],
-    like: Sequence[Layout | None],
+    layouts: Sequence[Layout | None],
     axes: tuple[str, ...],
-    parts: LinearMap,
-    whole: LinearMap | None,
+    to_parts: LinearMap,
+    mean: LinearMap | None,
 ) -> list[Tensor]:
-    """Tensors of one dtype, of which each rank keeps the parts over ``axes``.
+    """Returns each rank's parts, over ``axes``, of tensors of one dtype.
 
     Args:
-        like: a leaf with the layout of each; None for one that stays whole.
+        values: the tensors.
+        layouts: the layout of each; None for one that stays whole.
+        axes: those of the layouts.
+        to_parts, mean: see `_lay_by_maps`.
     """
-    copies = (
-        tuple(a for a in averaged_axes() if a not in axes) if whole is not None else ()
+    copy_axes = (
+        tuple(a for a in averaged_axes() if a not in axes) if mean is not None else ()
     )
     if not axes:
         shapes = [
-            x.shape if at is None or at.flat is None else (at.numel,)
-            for x, at in zip(values, like, strict=True)
+            x.shape if layout is None or layout.flat is None else (layout.numel,)
+            for x, layout in zip(values, layouts, strict=True)
         ]
-        if whole is not None and copies:
+        if mean is not None and copy_axes:
             flat = torch.cat([x.reshape(-1) for x in values])
-            flat = apply_map(flat, whole, get_group(copies))
+            flat = apply_map(flat, mean, get_group(copy_axes))
             values = flat.split([x.numel() for x in values])
+        # A leaf of a layout gets memory of its own: a donated step may write there.
         return [
-            x.reshape(shape) if at is None else x.reshape(shape).clone()
-            for x, shape, at in zip(values, shapes, like, strict=True)
+            x.reshape(shape) if layout is None else x.reshape(shape).clone()
+            for x, shape, layout in zip(values, shapes, layouts, strict=True)
         ]
     where = get_group(axes)
-    mine = [
-        elements_by_rank(at, where) for at in like if at is not None
-    ]  # by leaf, by rank
-    pieces = [x.reshape(-1).split(c) for x, c in zip(values, mine, strict=True)]
-    if parts.collective is None and not may_be_differentiated(values):
-        return [declare_type(part[where.index].clone(), "S") for part in pieces]
-    sums = [sum(counts[k] for counts in mine) for k in range(where.size)]
+    # By leaf, the number of elements on each rank.
+    counts = [
+        elements_by_rank(layout, where) for layout in layouts if layout is not None
+    ]
+    pieces = [x.reshape(-1).split(c) for x, c in zip(values, counts, strict=True)]
+    if to_parts.collective is None and not may_be_differentiated(values):
+        return [declare_type(parts[where.index].clone(), "S") for parts in pieces]
+    # One row for each rank: its parts of all leaves, padded to the longest row.
+    lengths = [sum(leaf[k] for leaf in counts) for k in range(where.size)]
     rows: list[Tensor] = []
-    for k, total in enumerate(sums):
-        rows += [part[k] for part in pieces]
-        rows.append(values[0].new_zeros(max(sums) - total))
-    flat = apply_map(torch.cat(rows), parts, where)
-    if whole is not None and copies:
-        flat = apply_map(flat, whole, get_group(copies))
-    held = [counts[where.index] for counts in mine]
-    return list(flat[: sum(held)].split(held))
+    for k, length in enumerate(lengths):
+        rows += [parts[k] for parts in pieces]
+        rows.append(values[0].new_zeros(max(lengths) - length))
+    flat = apply_map(torch.cat(rows), to_parts, where)
+    if mean is not None and copy_axes:
+        flat = apply_map(flat, mean, get_group(copy_axes))
+    local_counts = [leaf[where.index] for leaf in counts]
+    return list(flat[: sum(local_counts)].split(local_counts))
 
 
 def randn_like(like: _Tree, *, generator: torch.Generator | None = None) -> _Tree:
-    """Standard normal noise with the layouts of ``like``.
+    """Returns standard normal noise with the layouts of ``like``.
 
     Each rank draws its part of the noise for the whole leaf, which is the same on any
     number of ranks, with any ``zero``, and on one device. (``torch.randn_like`` of a
@@ -240,42 +268,43 @@ def randn_like(like: _Tree, *, generator: torch.Generator | None = None) -> _Tre
     {'w': torch.Size([2, 3])}
     """
     leaves = tree.leaves(like, is_leaf=is_sharded)
-    count = iter(range(len(leaves)))
+    leaf_numbers = iter(range(len(leaves)))
 
-    def noise(x: Any) -> Any:
-        stream = number, next(count)
+    def noise(x: Leaf) -> Leaf:
+        stream = number, next(leaf_numbers)  # each leaf draws from one of its own
         if not isinstance(x, Tensor | Sharded) or not differentiable(x):
             return None
         local = x.local if isinstance(x, Sharded) else x
-        made = torch.empty_like(
+        part = torch.empty_like(
             _torch.unwrapped(local), memory_format=torch.contiguous_format
         )
         start = 0
         if isinstance(x, Sharded) and x.layout.splits:  # a block is no range of it
-            full = made.new_empty(x.shape)
+            full = part.new_empty(x.shape)
             draw(standard_normal(), stream, full.view(-1), 0, full.numel())
-            made.copy_(take(full, x.layout, here().mesh.coordinates()))
-            return note_laid_out(x.with_local(made))
+            part.copy_(take(full, x.layout, here().mesh.coordinates()))
+            return note_laid_out(x.with_local(part))
         if isinstance(x, Sharded) and x.layout.axes:
             start, _ = x.layout.span(here().mesh.coordinates())
-        draw(standard_normal(), stream, made.view(-1), start, math.prod(x.shape))
-        return note_laid_out(x.with_local(made)) if isinstance(x, Sharded) else made
+        draw(standard_normal(), stream, part.view(-1), start, math.prod(x.shape))
+        return note_laid_out(x.with_local(part)) if isinstance(x, Sharded) else part
 
     refuse_in_graph("randn_like draws random numbers")
     if generator is not None:
         claim_equal(generator.get_state(), "the generator of randn_like")
     with torch.no_grad(), _torch.beneath_functorch():
         number = one_number(generator)
+        # In a unit draws are each rank's own.
         if generator is None and not frame().path:
             devices = [x.device for x in leaves if isinstance(x, Tensor | Sharded)]
-            number = _agreed(number, devices[0]) if devices else number
+            number = _number_of_first(number, devices[0]) if devices else number
         return tree.map(noise, like, is_leaf=is_sharded)
 
 
-def _agreed(number: int, device: torch.device) -> int:
-    """The first rank's number, on every rank of the mean."""
+def _number_of_first(number: int, device: torch.device) -> int:
+    """Returns the first rank's number, on every rank of the mean."""
     if not (axes := averaged_axes()):
         return number
     with label("", "randn_like"):
-        found = pbroadcast(torch.tensor(number, device=device), axes, source=0)
-    return number if _torch.fake_active() else int(found)
+        received = pbroadcast(torch.tensor(number, device=device), axes, source=0)
+    return number if _torch.fake_active() else int(received)

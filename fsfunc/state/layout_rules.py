@@ -1,23 +1,24 @@
 """A table of path patterns that says how leaves are split over axes of the mesh.
 
-The layer functions know what to do with a leaf that is split: over an axis that splits
-the work of one loss (tensor parallelism), or over an axis of ``shard``, along which
-each rank has experts of its own. What ``shard`` does to a leaf comes on top, over its
-other axes.
+It is the ``layouts=`` of ``place`` and ``init_state``, such as
+``{"blocks/*/up": Split(1, "model"), "extra/h": Own("data")}``. The layer functions know
+what to do with a leaf that is split: over an axis that splits the work of one loss
+(tensor parallelism), or over an axis of ``shard``, along which each rank has experts of
+its own. What ``shard`` does to a leaf comes on top, over its other axes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
 
 from torch import Tensor
 
 from fsfunc.comm.mesh import Mesh
 from fsfunc.sharded.layout import Layout, Split
-from fsfunc.sharded.placements import Own, describe
-from fsfunc.tree.structure import matches, meant, nearest
+from fsfunc.sharded.placements import Own, describe_tensor
+from fsfunc.tree.structure import did_you_mean, matches, nearest
+from fsfunc.tree.types import Leaf
 
 # By pattern: how the leaves on the paths that it matches are split, outermost first; or
 # that they are each rank's own.
@@ -25,48 +26,49 @@ LayoutRules = Mapping[str, Split | Sequence[Split] | Own]
 
 
 def axes_of(rules: LayoutRules) -> tuple[str, ...]:
-    """The axes that rules split leaves over, each once.
+    """Returns the axes that rules split leaves over, each once.
 
     Raises:
         TypeError: a rule that is no `Split`.
     """
-    each = (
+    rule_splits = (
         _splits(pattern, rule)
         for pattern, rule in rules.items()
         if not isinstance(rule, Own)
     )
-    return tuple(dict.fromkeys(split.axis for splits in each for split in splits))
+    return tuple(dict.fromkeys(x.axis for splits in rule_splits for x in splits))
 
 
-def own_of(
-    rules: LayoutRules, leaves: Mapping[str, Any], axes: Sequence[str]
+def rank_local_of(
+    rules: LayoutRules, leaves: Mapping[str, Leaf], axes: Sequence[str]
 ) -> dict[str, Own]:
-    """By path, the leaves that rules say are each rank's own.
+    """Returns, by path, the leaves that rules say are each rank's own.
 
     Args:
-        leaves: by path; ``axes``: those of the shard.
+        leaves: the leaves, by path.
+        axes: the axes of the ``shard``.
 
     Raises:
         ValueError: a pattern that matches no path, or an `Own` of other axes.
     """
-    found: dict[str, Own] = {}
+    rank_local: dict[str, Own] = {}
     for pattern, rule in rules.items():
         if not isinstance(rule, Own):
             continue
-        over = (rule.axes,) if isinstance(rule.axes, str) else tuple(rule.axes)
-        if set(over) != set(axes):
-            unknown = next((a for a in over if a not in axes), None)
-            near = "" if unknown is None else meant(unknown, axes)
+        rule_axes = (rule.axes,) if isinstance(rule.axes, str) else tuple(rule.axes)
+        if set(rule_axes) != set(axes):
+            unknown = next((a for a in rule_axes if a not in axes), None)
+            hint = "" if unknown is None else did_you_mean(unknown, axes)
             raise ValueError(
-                f"layouts: {pattern!r} is given {rule}{near}, and the shard averages "
+                f"layouts: {pattern!r} is given {rule}{hint}, and the shard averages "
                 f"over {tuple(axes)}: a rank's own value is its own along all of them"
             )
-        found |= dict.fromkeys(_matched(pattern, leaves), rule)
-    return found
+        rank_local |= dict.fromkeys(_matching_paths(pattern, leaves), rule)
+    return rank_local
 
 
-def _matched(pattern: str, leaves: Mapping[str, Any]) -> list[str]:
-    """The paths that a pattern matches.
+def _matching_paths(pattern: str, leaves: Mapping[str, Leaf]) -> list[str]:
+    """Returns the paths that a pattern matches.
 
     Raises:
         ValueError: there are none.
@@ -81,9 +83,9 @@ def _matched(pattern: str, leaves: Mapping[str, Any]) -> list[str]:
 
 
 def splits_of(
-    rules: LayoutRules, leaves: Mapping[str, Any], mesh: Mesh, taken: Iterable[str]
+    rules: LayoutRules, leaves: Mapping[str, Leaf], mesh: Mesh, taken: Iterable[str]
 ) -> dict[str, tuple[Split, ...]]:
-    """By path, how the leaves that a rule names are split.
+    """Returns, by path, how the leaves that a rule names are split.
 
     Args:
         leaves: by path; those that are split must be whole tensors.
@@ -94,29 +96,29 @@ def splits_of(
         ValueError: a pattern that matches no path, two that match one; an axis that the
             mesh does not have, or is taken, or does not divide the dim.
     """
-    found: dict[str, tuple[Split, ...]] = {}
-    by: dict[str, str] = {}
+    splits_by_path: dict[str, tuple[Split, ...]] = {}
+    pattern_of: dict[str, str] = {}
     for pattern, rule in rules.items():
         if isinstance(rule, Own):
             continue
-        paths = _matched(pattern, leaves)
-        splits = _sized(pattern, rule, mesh, taken)
+        paths = _matching_paths(pattern, leaves)
+        splits = _with_sizes(pattern, rule, mesh, taken)
         for path in paths:
-            if path in by:
+            if path in pattern_of:
                 raise ValueError(
-                    f"layouts: {by[path]!r} and {pattern!r} both match {path!r}: let "
-                    "one pattern name it, with all of its splits"
+                    f"layouts: {pattern_of[path]!r} and {pattern!r} both match "
+                    f"{path!r}: let one pattern name it, with all of its splits"
                 )
-            by[path] = pattern
-            found[path] = splits
-            _check(path, leaves[path], splits)
-    return found
+            pattern_of[path] = pattern
+            splits_by_path[path] = splits
+            _check_splits(path, leaves[path], splits)
+    return splits_by_path
 
 
-def _sized(
-    pattern: str, rule: Any, mesh: Mesh, taken: Iterable[str]
+def _with_sizes(
+    pattern: str, rule: Split | Sequence[Split], mesh: Mesh, taken: Iterable[str]
 ) -> tuple[Split, ...]:
-    """The splits of a rule, each with its axis's size."""
+    """Returns the splits of a rule, each with its axis's size."""
     sized = []
     for split in _splits(pattern, rule):
         mesh.check(split.axis)
@@ -135,8 +137,8 @@ def _sized(
     return tuple(sized)
 
 
-def _splits(pattern: str, rule: Any) -> Sequence[Split]:
-    """A rule as several splits."""
+def _splits(pattern: str, rule: Split | Sequence[Split]) -> Sequence[Split]:
+    """Returns a rule as several splits."""
     splits = (rule,) if isinstance(rule, Split) else rule
     if not isinstance(splits, (tuple, list)) or not all(
         isinstance(split, Split) for split in splits
@@ -148,35 +150,38 @@ def _splits(pattern: str, rule: Any) -> Sequence[Split]:
     return splits
 
 
-def _check(path: str, x: Any, splits: Sequence[Split]) -> None:
+def _check_splits(path: str, x: Leaf, splits: Sequence[Split]) -> None:
     """Raises where a leaf cannot be split so, evenly."""
     if not isinstance(x, Tensor):
         raise TypeError(
             f"layouts: {path!r} is a {type(x).__name__}, not a whole tensor: only these"
             " are split; of what is laid out already the layout stays"
         )
+    # `Layout` checks the dims. Beyond that layer functions need blocks of one shape.
     lengths = list(Layout(tuple(x.shape), x.dtype, tuple(splits), path).shape)
     for split in splits:
         n = lengths[split.dim]
         if n % split.size:
+            leaf = describe_tensor(x.shape, x.dtype, repr(path))
             raise ValueError(
-                f"layouts: cannot split {describe(x.shape, x.dtype, repr(path))} along "
+                f"layouts: cannot split {leaf} along "
                 f'dim {split.dim} over axis "{split.axis}" of size {split.size}: {n} '
                 f"is not a multiple of it; make it {-(-n // split.size) * split.size}"
             )
         lengths[split.dim] = n // split.size
 
 
-def check_apart(paths: Sequence[str], what: str) -> None:
+def check_distinct(paths: Sequence[str], subject: str) -> None:
     """Raises where two leaves of a tree have one path, as "a/b" and "b" of "a".
 
     Args:
-        what: the tree, for the message.
+        subject: the tree, for the message.
     """
     if len(set(paths)) == len(paths):
         return
     path = next(path for i, path in enumerate(paths) if path in paths[:i])
     raise ValueError(
-        f"two leaves of {what} have the path {path!r}, by which a leaf is known: a key "
-        "of a dict that holds '/' looks like a path, and 0 like '0'; rename one of them"
+        f"two leaves of {subject} have the path {path!r}, by which a leaf is known: a "
+        "key of a dict that holds '/' looks like a path, and 0 like '0'; rename one of "
+        "them"
     )

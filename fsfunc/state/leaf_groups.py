@@ -1,4 +1,10 @@
-"""Groups of leaves that share a buffer, and this rank's part of each group."""
+"""Groups of leaves that share a buffer, and this rank's part of each group.
+
+The recorder says which leaves units take (`tracing.groups.LeafGroup`): a unit's leaves
+of one dtype are a group. `GroupLayout.lay` packs each group into a buffer and makes
+this rank's range of it. Copies of leaves, such as moments, come after, in groups of
+their own with the same layouts.
+"""
 
 from __future__ import annotations
 
@@ -26,17 +32,19 @@ from fsfunc.tracing.recorder import Recorder
 from fsfunc.transforms.offloading import Stores
 from fsfunc.transforms.sharded_calls import Sharding
 from fsfunc.tree.structure import matches
+from fsfunc.tree.types import Leaf
 
 Like = dict[str, str]  # by path of a leaf, the path of the one whose layout it has
 
 
 @dataclass(frozen=True)
 class PlacedGroup:
-    """The leaves of a group that units take, or leaves with their layouts.
+    """The leaves of a group that units take, or copies with the layouts of these.
 
     Args:
         group: the group, with all leaves of its buffer.
-        paths: the leaves, by the path in ``group`` of the one whose layout each has.
+        paths: the paths of the leaves, by the path in ``group`` of the leaf whose
+            layout each has.
         dtype: their dtype.
     """
 
@@ -45,34 +53,37 @@ class PlacedGroup:
     dtype: torch.dtype
 
     @property
-    def copies(self) -> bool:
-        return any(path != own for path, own in self.paths.items())
+    def are_copies(self) -> bool:
+        """Whether the leaves are copies, and not those that units take."""
+        return any(original != path for original, path in self.paths.items())
 
 
 @dataclass(frozen=True)
 class GroupLayout:
-    """What lays out the leaves of one tree, group by group.
+    """The layout of the leaves of one tree, group by group.
 
     Args:
         leaves: by path, whole leaves; each is replaced by this rank's part.
-        recorder: of the step; ``sharding``: its ``shard``, if there is one.
-        source: of the leaves' values; ``stores``: where they go.
-        at: this rank.
+        recorder: the record of the step.
+        sharding: its ``shard``, if there is one.
+        source: the source of the leaves' values.
+        stores: where the parts go.
+        here: this rank.
     """
 
-    leaves: dict[str, Any]
+    leaves: dict[str, Leaf]
     recorder: Recorder
     sharding: Sharding | None
     source: GivenLeaves
     stores: Stores
-    at: Here
+    here: Here
 
     def lay(self, applied: Iterable[Applied], patterns: Mapping[str, str]) -> None:
         """Lays out the leaves that units take, and those like them.
 
         Args:
-            applied: the arguments of optimizers in the step; ``patterns``: the ``like``
-                of `place`.
+            applied: the optimizers that the step applies, and their arguments.
+            patterns: the ``like`` of `place`.
         """
         plan, leaves = self._plan(), self.leaves
         like, whole = leaves_like(patterns, leaves), dict(leaves)
@@ -85,21 +96,21 @@ class GroupLayout:
             self._lay(placed, plan)
 
     def _plan(self) -> _Plan:
-        """The layouts that all ranks make, made by the first that has this record."""
+        """Returns the layouts that all ranks make; the first rank makes the plan."""
         recorder, sharding = self.recorder, self.sharding
-        coordinates = self.at.mesh.coordinates(self.at.rank)
+        coordinates = self.here.mesh.coordinates(self.here.rank)
         # Ranks that share a record have leaves of the same shapes, and transforms of
         # the same settings, but for the mesh. Where a unit call belongs to one
         # coordinate, a rank's own tells which calls it has.
-        owners = {p.axis for t in recorder.unit_calls for p in t.owner}
-        mine = tuple(n for a, n in coordinates.items() if a in owners)
-        key = tuple(self.at.mesh.axes.items()), mine
+        owner_axes = {p.axis for t in recorder.unit_calls for p in t.owner}
+        stage = tuple(n for a, n in coordinates.items() if a in owner_axes)
+        key = tuple(self.here.mesh.axes.items()), stage
         if key in recorder.derived:
             return recorder.derived[key]
         groups, order = [], []
         if recorder.handlers:  # else no unit is called, and all stay whole
-            least = 0 if sharding is None else sharding.min_bytes
-            groups = recorder.leaf_groups(least, sharding is not None)
+            min_bytes = 0 if sharding is None else sharding.min_bytes
+            groups = recorder.leaf_groups(min_bytes, sharding is not None)
             if sharding is not None:
                 units = ["/".join(t.path) for t in recorder.unit_calls]
                 paths = {p for g in groups for p in g.paths}
@@ -109,43 +120,45 @@ class GroupLayout:
         return plan
 
     def _lay(self, placed: PlacedGroup, plan: _Plan) -> None:
+        """Replaces the leaves of a group by this rank's parts."""
         whole = {path: self.leaves[path] for path in placed.paths.values()}
         refuse("float8", "place", whole)
         if self.sharding is None:
-            laid = self._owned(placed)
+            parts = self._unpacked(placed)
         else:
-            laid = self._packed(self.sharding, placed, plan).leaves()
-        self.leaves.update(zip(whole, laid, strict=True))
+            parts = self._packed(self.sharding, placed, plan).leaves()
+        self.leaves.update(zip(whole, parts, strict=True))
 
     def _packed(
         self, sharding: Sharding, placed: PlacedGroup, plan: _Plan
     ) -> FlatShard:
-        """This rank's part of whole tensors, as views of one flat buffer."""
+        """Returns this rank's part of whole tensors, as views of one flat buffer."""
         key = placed.group, tuple(placed.paths.items()), placed.dtype
         layouts = plan.layouts.get(key)
         if layouts is None:
             layouts = plan.layouts[key] = self._layouts(sharding, placed, plan.order)
         full = [self.leaves[p] for p in placed.paths.values()]
-        coordinates = self.at.mesh.coordinates(self.at.rank)
-        own = {a: coordinates[a] for a in layouts[0].axes}
-        place, chunk = layouts[0].flat, local_chunk(layouts[0], own)
-        store = self.stores.moments if placed.copies else self.stores.params
+        rank_coordinates = self.here.mesh.coordinates(self.here.rank)
+        coordinates = {a: rank_coordinates[a] for a in layouts[0].axes}
+        place, chunk = layouts[0].flat, local_chunk(layouts[0], coordinates)
+        store = self.stores.moments if placed.are_copies else self.stores.params
 
         # At zero 1 and 2 parameters stay whole between steps: the part is a range of
         # them, if no other memory and no other dtype is asked for.
-        stays = sharding.zero in (1, 2) and not placed.copies
-        stays = stays and placed.group.compute is None and store is None
-        if stays and place is not None:
+        stays_whole = sharding.zero in (1, 2) and not placed.are_copies
+        stays_whole = stays_whole and placed.group.compute is None and store is None
+        if stays_whole and place is not None:
             whole = self.source.zeros(place.size * chunk, placed.dtype, full[0])
-            index = place.index(coordinates)
+            index = place.index(rank_coordinates)
             flat = whole[index * chunk : (index + 1) * chunk]
         else:
+            # With a store, an empty tensor says on which device the part is computed.
             whole, count = None, chunk if store is None else 0
             flat = self.source.empty(count, placed.dtype, full[0])
             if store is not None:
                 flat = store.empty(chunk, placed.dtype, flat.device)
 
-        shard = FlatShard(layouts, flat, own, whole)
+        shard = FlatShard(layouts, flat, coordinates, whole)
         if isinstance(flat, _torch.FakeTensor):
             return shard  # there is nothing to write
         end = 0
@@ -155,50 +168,57 @@ class GroupLayout:
             ):
                 if stop > start:
                     flat[end:start] = 0  # room that other leaves take elsewhere
-                    self.source.write(x, layout, own, flat[start:stop])
+                    self.source.write(x, layout, coordinates, flat[start:stop])
                     end = stop
             flat[end:] = 0  # padding
-        return shard  # its whole buffer does not show it yet: the first use gathers
+        # No `cache_gathered` yet: of `whole` only this rank's range is written, so the
+        # first use gathers.
+        return shard
 
     def _layouts(
         self, sharding: Sharding, placed: PlacedGroup, order: list[tuple[str, ...]]
     ) -> tuple[Layout, ...]:
-        """The layouts of the leaves of a group that are laid out, side by side."""
+        """Returns the layouts of the leaves of a group that are laid out."""
         g, recorder = placed.group, self.recorder
-        apart = recorder.layouts[g.paths[0]].split_axes
-        axes = sharding.options.axis_without(apart) if sharding.zero else ()
+        # Not over axes that the leaves are split over already: experts.
+        split_axes = recorder.layouts[g.paths[0]].split_axes
+        axes = sharding.options.axis_without(split_axes) if sharding.zero else ()
         sizes = [sharding.mesh.axes[a] for a in axes]
         shapes = [self.leaves[p].shape for p in g.paths]
         outer = recorder.outer_placements(g)
         names = [placed.paths.get(p, p) for p in g.paths]
-        every = pack_flat(
+        # Copies of some leaves lie where these leaves lie in the buffer of all.
+        layouts = pack_flat(
             shapes, placed.dtype, names, axes, sizes, g.buffer, outer=outer
         )
         return tuple(
-            replace(x, order=order, compute=g.compute)
-            for x, p in zip(every, g.paths, strict=True)
+            replace(layout, order=order, compute=g.compute)
+            for layout, p in zip(layouts, g.paths, strict=True)
             if p in placed.paths
         )
 
-    def _owned(self, placed: PlacedGroup) -> list[Sharded | Tensor]:
-        """Tensors of no buffer, each on the coordinate that owns it."""
-        laid: list[Sharded | Tensor] = []
+    def _unpacked(self, placed: PlacedGroup) -> list[Sharded | Tensor]:
+        """Returns the parts of leaves in no buffer, as there is no ``shard``."""
+        leaves: list[Sharded | Tensor] = []
         group, outer = placed.group, self.recorder.outer_placements(placed.group)
         for original, parts in zip(group.paths, outer, strict=True):
             if (path := placed.paths.get(original)) is None:
                 continue
             x = self.leaves[path]
             layout = Layout(tuple(x.shape), placed.dtype, parts, path)
-            laid.append(block_of(x, layout, self.source) if parts else x)
-        return laid
+            leaves.append(block_of(x, layout, self.source) if parts else x)
+        return leaves
 
 
 @dataclass
 class _Plan:
-    """The layouts that all ranks make: groups, the order of buffers, and layouts.
+    """The layouts that all ranks make.
 
-    ``layouts`` are made when they are first read, by group and by the leaves that have
-    its layouts.
+    Args:
+        groups: the groups of leaves.
+        order: for each unit call, the buffers that it gathers.
+        layouts: those of the leaves of a group, made when they are first read; by
+            group, and by the leaves that have its layouts.
     """
 
     groups: list[LeafGroup]
@@ -209,45 +229,50 @@ class _Plan:
 def _groups_taken(
     groups: list[LeafGroup], recorder: Recorder, like: Mapping[str, str]
 ) -> list[PlacedGroup]:
-    """The groups that units take, without leaves that have the layouts of others.
+    """Returns the groups that units take, without leaves laid out like others.
 
     Args:
         like: by path of a leaf, the path of the one whose layout it is to have.
     """
     taken = {p for t in recorder.unit_calls for p in t.leaves}
     chosen = [g for g in groups if not (taken and taken.isdisjoint(g.paths))]
-    found = []
+    placed = []
     for g in chosen:
-        own = {p: p for p in g.paths if p not in like}
-        found += [PlacedGroup(g, own, g.dtype)] if own else []
-    return found
+        originals = {p: p for p in g.paths if p not in like}
+        placed += [PlacedGroup(g, originals, g.dtype)] if originals else []
+    return placed
 
 
 def _groups_like(
-    taken: list[PlacedGroup], like: Mapping[str, str], leaves: Mapping[str, Any]
+    taken: list[PlacedGroup], like: Mapping[str, str], leaves: Mapping[str, Leaf]
 ) -> list[PlacedGroup]:
-    """The groups of copies of leaves that units take, copy by copy.
+    """Returns the groups of copies of leaves that units take, copy by copy.
 
-    Args: as for :func:`_groups_taken`.
+    Args:
+        taken: the groups that units take.
+        like: by path of a leaf, the path of the one whose layout it is to have.
+        leaves: the whole leaves, by path.
     """
     group_of = {path: t.group for t in taken for path in t.group.paths}
     counts: Counter[str] = Counter()
-    copies: dict[Any, dict[str, str]] = {}
+    # By number of the copy, buffer and dtype: the first copies of all leaves of a
+    # buffer make one group, the second ones another.
+    copies: dict[tuple[int, str, torch.dtype], dict[str, str]] = {}
     for path, source in like.items():
         if source in group_of:
             counts[source] += 1
             key = counts[source], group_of[source].buffer, leaves[path].dtype
             copies.setdefault(key, {})[source] = path
-    found = []
+    placed = []
     for (_, _, dtype), paths in copies.items():
         g = group_of[next(iter(paths))]
         ordered = {p: paths[p] for p in g.paths if p in paths}
-        found.append(PlacedGroup(g, ordered, dtype))
-    return found
+        placed.append(PlacedGroup(g, ordered, dtype))
+    return placed
 
 
-def leaves_like(patterns: Mapping[str, str], leaves: Mapping[str, Any]) -> Like:
-    """By path of a leaf, the path of the one whose layout ``like=`` gives it.
+def leaves_like(patterns: Mapping[str, str], leaves: Mapping[str, Leaf]) -> Like:
+    """Returns, by path of a leaf, the path of the one whose layout ``like=`` gives it.
 
     Args:
         patterns: by pattern of a subtree's path, the path of the one that it copies.
@@ -264,7 +289,7 @@ def leaves_like(patterns: Mapping[str, str], leaves: Mapping[str, Any]) -> Like:
         for path, x in leaves.items()
         if isinstance(x, Tensor) and differentiable(x)
     }
-    found: dict[str, str] = {}
+    like: dict[str, str] = {}
     for pattern, to in patterns.items():
         below = [
             (path, path.removeprefix(root).removeprefix("/"))
@@ -275,43 +300,47 @@ def leaves_like(patterns: Mapping[str, str], leaves: Mapping[str, Any]) -> Like:
         if not below:
             raise ValueError(f"like: no floating leaf lies at, or below, {pattern!r}")
         for path, tail in below:
-            source = found[path] = "/".join(filter(None, (to, tail)))
+            source = like[path] = "/".join(filter(None, (to, tail)))
             if shapes.get(source) != shapes[path]:
                 other = f"has {shapes[source]}" if source in shapes else "is not there"
                 raise ValueError(
                     f"like: {path!r} of shape {shapes[path]} would lie like "
                     f"{source!r}, which {other}"
                 )
-    return found
+    return like
 
 
-def moments_like(applied: Iterable[Applied], leaves: Mapping[str, Any]) -> Like:
-    """By path of a leaf in an optimizer's state: the parameter whose layout it has.
+def moments_like(applied: Iterable[Applied], leaves: Mapping[str, Leaf]) -> Like:
+    """Returns, by path in an optimizer's state, the parameter whose layout a leaf has.
 
-    The optimizer's ``init`` is called with the laid out parameters.
+    Nothing in a state says which leaves are moments. So the optimizer's ``init`` is
+    called with the laid out parameters: what it makes of a leaf has that leaf's name.
     """
-    found: dict[str, str] = {}
+    like: dict[str, str] = {}
     for optimizer, state, params in applied:
-        given, treedef = tree.flatten(state, is_leaf=is_sharded)
-        whole = [_is_whole(x, leaves) and x.name not in found for x in given]
-        if not any(whole):
+        state_leaves, treedef = tree.flatten(state, is_leaf=is_sharded)
+        are_whole = [_is_whole(x, leaves) and x.name not in like for x in state_leaves]
+        if not any(are_whole):
             continue
-        laid = tree.map(lambda x: _shape(x, leaves), params, is_leaf=is_sharded)
-        made, its = tree.flatten(optimizer.init(laid), is_leaf=is_sharded)
-        for k, x, like in (
-            zip(whole, given, made, strict=True) if its == treedef else ()
-        ):
-            if k and is_sharded(like) and x.shape == like.shape:
-                found[x.name] = like.name
-    return found
+        laid = tree.map(lambda x: _without_data(x, leaves), params, is_leaf=is_sharded)
+        initial, initial_treedef = tree.flatten(
+            optimizer.init(laid), is_leaf=is_sharded
+        )
+        if initial_treedef != treedef:
+            continue
+        for is_whole, x, moment in zip(are_whole, state_leaves, initial, strict=True):
+            if is_whole and is_sharded(moment) and x.shape == moment.shape:
+                like[x.name] = moment.name
+    return like
 
 
-def _is_whole(x: Any, leaves: Mapping[str, Any]) -> bool:
+def _is_whole(x: Leaf, leaves: Mapping[str, Leaf]) -> bool:
+    """Returns whether a leaf of a recorded tree was not laid out yet."""
     return isinstance(x, Recorded) and isinstance(leaves[x.name], Tensor)
 
 
-def _shape(x: Any, leaves: Mapping[str, Any]) -> Any:
-    """A leaf of a recorded tree with its layout, without memory."""
+def _without_data(x: Leaf, leaves: Mapping[str, Leaf]) -> Leaf:
+    """Returns a leaf of a recorded tree with its layout, without memory."""
     if not isinstance(x, Recorded):
         return x
     leaf = leaves[x.name]
@@ -322,16 +351,18 @@ def _shape(x: Any, leaves: Mapping[str, Any]) -> Any:
 
 
 def _prefixes(path: str) -> list[str]:
-    """The paths of the subtrees that hold a leaf, and its own."""
-    parts = path.split("/") if path else []
-    return ["/".join(parts[:k]) for k in range(len(parts) + 1)]
+    """Returns the paths of the subtrees that hold a leaf, and its own."""
+    names = path.split("/") if path else []
+    return ["/".join(names[:k]) for k in range(len(names) + 1)]
 
 
 def block_of(x: Tensor, layout: Layout, source: GivenLeaves) -> Sharded:
-    """This rank's block of a whole tensor; nothing, where others own it."""
-    coordinates = here().mesh.coordinates()
-    own = {a: coordinates[a] for a in layout.axes}
-    if layout.block(own) is None:
+    """Returns this rank's block of a whole tensor; nothing, where others own it."""
+    rank_coordinates = here().mesh.coordinates()
+    coordinates = {a: rank_coordinates[a] for a in layout.axes}
+    if layout.block(coordinates) is None:
         return Sharded(source.empty(0, layout.dtype, x), layout)
-    part = source.whole(x)
-    return Sharded(take(part, layout, own).clone() if layout.splits else part, layout)
+    whole = source.whole(x)
+    # A clone, as a block is a view that would keep all of the leaf's memory.
+    block = take(whole, layout, coordinates).clone() if layout.splits else whole
+    return Sharded(block, layout)

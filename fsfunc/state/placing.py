@@ -1,4 +1,10 @@
-"""Laying a tree out as a step expects it: ``place``."""
+"""Laying a tree out as a step expects it: ``place``.
+
+`lay_out` does it in five phases: it checks what is given; records the step on fake
+tensors, to see which leaves its units take; has the ranks compare what they are about
+to do; makes this rank's part of each group of leaves; and has the step's types checked
+on the parts. ``init_state`` calls it too.
+"""
 
 from __future__ import annotations
 
@@ -26,14 +32,19 @@ from fsfunc.sharded.plain_leaves import find_rank_local, lay_leaves, placement_o
 from fsfunc.state.agreeing import (
     Agreement,
     RecordedProgram,
-    compared,
+    any_mutable,
+    compared_ranks,
     kind_of,
-    opaque,
     same_functions,
     together,
     unlike_steps,
 )
-from fsfunc.state.layout_rules import LayoutRules, check_apart, own_of, splits_of
+from fsfunc.state.layout_rules import (
+    LayoutRules,
+    check_distinct,
+    rank_local_of,
+    splits_of,
+)
 from fsfunc.state.leaf_groups import GroupLayout, block_of
 from fsfunc.state.leaf_sources import GivenLeaves, Shapes
 from fsfunc.state.train_state import Applied, noting_applied
@@ -59,7 +70,7 @@ def place(
     layouts: LayoutRules | None = None,
     like: Mapping[str, str] | None = None,
 ) -> _Tree:
-    """``t``, whole on every rank, laid out for the call ``fn(t, *rest)``.
+    """Returns ``t``, whole on every rank, laid out for the call ``fn(t, *rest)``.
 
     The inverse of ``unshard``. Leaves that units take are packed into buffers, which
     are split over the axis of the ``shard`` around them. Other leaves are replicated,
@@ -106,9 +117,11 @@ def place(
     """
     check_function(fn, "place")
     with together(fn, layouts) as agreement:
-        own = own_leaves(fn, t, layouts)
-        asked = LayoutRequest(fn, t, rest, GivenLeaves(), record, layouts, like, own)
-        return lay_out(asked, agreement)
+        rank_local = rank_local_leaves(fn, t, layouts)
+        request = LayoutRequest(
+            fn, t, rest, GivenLeaves(), record, layouts, like, rank_local
+        )
+        return lay_out(request, agreement)
 
 
 @dataclass(frozen=True)
@@ -116,26 +129,28 @@ class LayoutRequest:
     """What is to be laid out, for which function, and by which rules.
 
     Args:
-        fn, t, rest, record, layouts, like: as of `place`.
-        source: of the values of leaves.
-        own: by path, leaves that are each rank's own.
-        beside: what ranks compare too, where there are others.
-        calls: what ``fn`` calls, if not its own code. Where all ranks call one object,
+        fn, record, layouts, like: as of `place`.
+        t: the tree to lay out; ``init_state`` also gives a function that makes it.
+        batch: the other arguments of ``fn``.
+        source: the source of the values of leaves.
+        rank_local: by path, leaves that are each rank's own.
+        more_lines: returns what else ranks compare.
+        called: what ``fn`` calls, if not its own code. Where all ranks call one object,
             the last one's record is the second run that shows if it repeats itself.
-        begins: whether ``fn`` makes the first state of a step.
+        makes_first_state: whether ``fn`` makes the first state of a step.
     """
 
     fn: Callable[..., Any]
-    t: Any
-    rest: tuple[Any, ...]
+    t: PyTree
+    batch: tuple[PyTree, ...]
     source: GivenLeaves
     record: Literal["fake", "real"] = "fake"
     layouts: LayoutRules | None = None
     like: Mapping[str, str] | None = None
-    own: Mapping[str, Own] = field(default_factory=dict)
-    beside: Callable[[], Lines] = list
-    calls: tuple[Any, ...] = ()
-    begins: bool = False
+    rank_local: Mapping[str, Own] = field(default_factory=dict)
+    more_lines: Callable[[], Lines] = list
+    called: tuple[Any, ...] = ()
+    makes_first_state: bool = False
 
     @property
     def laying(self) -> list[Any]:
@@ -143,10 +158,10 @@ class LayoutRequest:
         return [h for h in getattr(self.fn, "interpretations", ()) if h.lays_out]
 
 
-def own_leaves(
-    fn: Callable[..., Any], t: Any, layouts: LayoutRules | None
+def rank_local_leaves(
+    fn: Callable[..., Any], t: PyTree, layouts: LayoutRules | None
 ) -> dict[str, Own]:
-    """By path, the leaves of ``t`` that ``layouts`` says are each rank's own."""
+    """Returns, by path, the leaves that ``layouts`` says are each rank's own."""
     if not any(isinstance(rule, Own) for rule in (layouts or {}).values()):
         return {}
     shardings = [
@@ -154,114 +169,120 @@ def own_leaves(
     ]
     axes = tuple(axis for h in shardings for axis in h.axes)
     paths, leaves, _ = tree.flatten_with_paths(t, is_leaf=is_sharded)
-    return own_of(layouts or {}, dict(zip(paths, leaves, strict=True)), axes)
+    return rank_local_of(layouts or {}, dict(zip(paths, leaves, strict=True)), axes)
 
 
-def lay_out(asked: LayoutRequest, agreement: Agreement) -> Any:
-    """:func:`place`, of leaves whose values come from ``asked.source``.
+def lay_out(request: LayoutRequest, agreement: Agreement) -> PyTree:
+    """Lays a tree out as `place` does, its values from any source.
 
     Cost: leaf by leaf, what the source takes for this rank's part of one.
     """
-    fn, t, rest, source, laying = (
-        asked.fn,
-        asked.t,
-        asked.rest,
-        asked.source,
-        asked.laying,
-    )
-    layouts = asked.layouts or {}
-    _check_given(t, rest, laying, source)
+    fn, t, batch = request.fn, request.t, request.batch
+    source, laying = request.source, request.laying
+    layouts = request.layouts or {}
+    _check_kinds(t, batch, laying, source)
     paths, leaves, treedef = tree.flatten_with_paths(t, is_leaf=is_sharded)
     if laying or layouts:  # else only a recording tells whether it is laid out
-        check_apart(paths, "what is laid out")
-    found = dict(zip(paths, leaves, strict=True))
-    kept = {p: how for p, x in found.items() if isinstance(how := placement_of(x), Own)}
-    own = {**kept, **asked.own}  # what is laid out stays so
+        check_distinct(paths, "what is laid out")
+    by_path = dict(zip(paths, leaves, strict=True))
+    # Leaves that are laid out already stay as they are.
+    placements = {p: placement_of(x) for p, x in by_path.items()}
+    rank_local = {p: x for p, x in placements.items() if isinstance(x, Own)}
+    rank_local = {**rank_local, **request.rank_local}
     splits: dict[str, tuple[Split, ...]] = {}
     if layouts:
         mesh = laying[0].mesh if laying else here().mesh
         taken = {a for h in laying if not isinstance(h, Sharding) for a in h.axes}
-        splits = splits_of(layouts, found, mesh, taken)
-    over = {split.axis for parts in splits.values() for split in parts}
+        splits = splits_of(layouts, by_path, mesh, taken)
+    split_axes = {split.axis for parts in splits.values() for split in parts}
 
-    def said() -> Lines:
+    def program_lines() -> Lines:
         return [
-            *asked.beside(), ("record", asked.record),
+            *request.more_lines(),
+            ("record", request.record),
             *describe_lines("layouts", layouts),
-        ]  # fmt: skip
+        ]
 
-    def values() -> Section:
-        same = [None if p in own else x for p, x in zip(paths, leaves, strict=True)]
-        return source.section(paths, same, at.link.notes)
+    def value_section() -> Section:
+        leaves_by_path = zip(paths, leaves, strict=True)
+        compared = [None if p in rank_local else x for p, x in leaves_by_path]
+        return source.section(paths, compared, rank_here.link.notes)
 
     # Rules alone say how leaves lie where no transform lays any out.
     if splits and not laying:
-        at = here()
-        if where := compared(at, over):
-            agree(where, unlike_steps(said()), values())
-            compare_batches(rest, where, SPLIT_REASON)
+        rank_here = here()
+        if where := compared_ranks(rank_here, split_axes):
+            agree(where, unlike_steps(program_lines()), value_section())
+            compare_batches(batch, where, SPLIT_REASON)
         for path, parts in splits.items():
-            layout = Layout(tuple(found[path].shape), found[path].dtype, parts, path)
-            found[path] = block_of(found[path], layout, source)
-        return tree.unflatten(treedef, map(source.own, found.values()))
+            x = by_path[path]
+            layout = Layout(tuple(x.shape), x.dtype, parts, path)
+            by_path[path] = block_of(x, layout, source)
+        return tree.unflatten(treedef, map(source.copied, by_path.values()))
 
     # Else a run without data shows which leaves units take, and in which order.
-    recorder, applied = _recorded(asked, splits, own)
-    _check_untied(found, recorder.trained)
-    handlers, stores = (
-        recorder.handlers or laying,
-        stores_of(fn),
-    )  # or no unit is called
+    recorder, applied = _recorded(request, splits, rank_local)
+    _check_untied(by_path, recorder.trained)
+    # The recorder knows the transforms of units that were called; or no unit was.
+    handlers, stores = recorder.handlers or laying, stores_of(fn)
     sharding = _sharding_of(handlers, stores)
     if not handlers:
         recorder.steadiness.check()
-        _check_taken(splits, found)
-        return tree.map(source.own, t, is_leaf=is_sharded)
-    check_apart(paths, "what is laid out")
+        _check_taken(splits, by_path)
+        return tree.map(source.copied, t, is_leaf=is_sharded)
+    check_distinct(paths, "what is laid out")
     if not tree.are_shown(leaves):
         tree.shown(t, "place", "is given", is_leaf=is_sharded)
 
     # Before memory is taken, all ranks say that they are about to do the same.
-    at = here(handlers[0].mesh)
-    program = RecordedProgram(fn, recorder, handlers, at, over)
-    agreement.compare_programs(program, rest, said, values)
-    laid = GroupLayout(found, recorder, sharding, source, stores, at)
-    laid.lay(applied, asked.like or {})
-    _check_taken(splits, found)
-    # It trains by gradients.
-    steps = (asked.begins or recorder.returns_state) and recorder.gradient_lines
-    if sharding is not None and steps:
-        _warn_of_whole(sharding, found.values(), at)
-    placed = tree.unflatten(treedef, map(source.own, found.values()))
-    lay_leaves(placed, own)
+    rank_here = here(handlers[0].mesh)
+    program = RecordedProgram(fn, recorder, handlers, rank_here, split_axes)
+    agreement.compare_programs(program, batch, program_lines, value_section)
+    layout_of_groups = GroupLayout(
+        by_path, recorder, sharding, source, stores, rank_here
+    )
+    layout_of_groups.lay(applied, request.like or {})
+    _check_taken(splits, by_path)
+    # Not of a function that takes no gradients: an evaluation may well stay whole.
+    is_step = (
+        request.makes_first_state or recorder.returns_state
+    ) and recorder.gradient_lines
+    if sharding is not None and is_step:
+        _warn_of_whole(sharding, by_path.values(), rank_here)
+    placed = tree.unflatten(treedef, map(source.copied, by_path.values()))
+    lay_leaves(placed, rank_local)
 
     # What was laid out is typed: a second run, on this rank's parts.
     if sharding is not None and not isinstance(source, Shapes):
-        args, split = (placed, *rest), bool(over.difference(sharding.axes))
-        if recorder.handlers and _is_plain(sharding, recorder, args, split):
+        args = placed, *batch
+        splits_others = bool(split_axes.difference(sharding.axes))
+        if recorder.handlers and _is_plain(sharding, recorder, args, splits_others):
             # Right by its record alone, on batches of any shape.
-            sharding.first_calls.mark_checked(
-                at.rank, [key[0] for key in recorder.call_keys]
+            first_calls, any_shape = (
+                sharding.first_calls,
+                [k[0] for k in recorder.call_keys],
             )
-            sharding.first_calls.note(
-                recorder.rank_local_paths, False, recorder.drawing
-            )
+            first_calls.mark_checked(rank_here.rank, any_shape)
+            first_calls.note(recorder.rank_local_paths, False, recorder.drawing)
         else:
-            _check_types(fn, sharding, recorder, args, at, agreement)
+            _check_types(fn, sharding, recorder, args, rank_here, agreement)
     recorder.steadiness.check()
     return placed
 
 
-def _check_given(t: Any, rest: Any, laying: list[Any], source: GivenLeaves) -> None:
+def _check_kinds(
+    t: PyTree, batch: tuple[PyTree, ...], laying: list[Any], source: GivenLeaves
+) -> None:
     """Raises where a leaf is of a kind that cannot be laid out, or recorded."""
-    runs = any(h.mesh.backend != "abstract" for h in laying)
-    also = " meta" if type(source) is GivenLeaves and runs else ""
-    refuse(f"array sparse inference{also}", "place", t)
-    refuse(f"array inference{also}", "place", rest, *arguments(len(rest), 1))
+    # A plan, and the shapes of a state, need no values.
+    has_values = any(h.mesh.backend != "abstract" for h in laying)
+    meta = " meta" if type(source) is GivenLeaves and has_values else ""
+    refuse(f"array sparse inference{meta}", "place", t)
+    refuse(f"array inference{meta}", "place", batch, *arguments(len(batch), 1))
 
 
 def _sharding_of(handlers: list[Any], stores: Stores) -> Sharding | None:
-    """The one ``shard`` among transforms that lay out, if there is one."""
+    """Returns the one ``shard`` among transforms that lay out, if there is one."""
     shardings = [h for h in handlers if isinstance(h, Sharding)]
     if stores.params is not None and not shardings:  # nothing would be offloaded
         raise ValueError(
@@ -280,7 +301,7 @@ def _sharding_of(handlers: list[Any], stores: Stores) -> Sharding | None:
 
 def _check_untied(leaves: dict[str, Any], trained: set[str]) -> None:
     """Raises if one tensor is at two paths that are differentiated."""
-    paths: dict[Any, str] = {}
+    paths: dict[tuple[Any, ...], str] = {}  # by the memory of a leaf
     for path, x in leaves.items():
         if path not in trained or not isinstance(x, Tensor) or not x.numel():
             continue
@@ -311,8 +332,8 @@ def _warn_of_whole(sharding: Sharding, leaves: Collection[Any], at: Here) -> Non
     whole = [x for x in leaves if isinstance(x, Tensor) and differentiable(x)]
     if whole and not any(map(is_sharded, leaves)):
         size = sum(x.nbytes for x in whole)
-        what = "leaf" if len(whole) == 1 else f"{len(whole)} leaves"
-        warn(_WHOLE.format(sharding.zero, size, what))
+        subject = "leaf" if len(whole) == 1 else f"{len(whole)} leaves"
+        warn(_WHOLE.format(sharding.zero, size, subject))
 
 
 _WHOLE = (
@@ -323,14 +344,23 @@ _WHOLE = (
 )
 
 
-def _is_plain(sharding: Sharding, recorder: Recorder, args: Any, split: bool) -> bool:
-    """True of a step that needs no type check.
+def _is_plain(
+    sharding: Sharding,
+    recorder: Recorder,
+    args: tuple[PyTree, ...],
+    splits_others: bool,
+) -> bool:
+    """Returns whether a step needs no type check.
 
-    Not where leaves are ``split`` over other axes too, whose ranks draw alike, nor
-    where units send along others.
+    Args:
+        splits_others: whether leaves are split over other axes too. The ranks along
+            these draw alike, and so a type check is needed.
     """
-    plain = recorder.needs_no_check and not (find_rank_local(args) is not None or split)
-    return plain and recorder.axes <= {*sharding.axes}
+    is_plain = recorder.needs_no_check and not (
+        find_rank_local(args) is not None or splits_others
+    )
+    # Units that send along other axes are checked, too.
+    return is_plain and recorder.axes <= {*sharding.axes}
 
 
 @reraising_interrupts()
@@ -338,70 +368,74 @@ def _check_types(
     fn: Callable[..., Any],
     sharding: Sharding,
     recorder: Recorder,
-    args: Any,
-    at: Here,
+    args: tuple[PyTree, ...],
+    rank_here: Here,
     agreement: Agreement,
 ) -> None:
     """Runs the type check where there are other ranks.
 
     Errors of the step itself are left to its first call, as the state may still change.
     """
-    if recording() or not at.link.moves_data or at.mesh.backend == "vmap":
+    if recording() or not rank_here.link.moves_data or rank_here.mesh.backend == "vmap":
         return
+    axes = sharding.axes
     try:
-        seen = check(fn, args, {}, at, sharding.axes, exchange=agreement.exchange)
+        seen = check(fn, args, {}, rank_here, axes, exchange=agreement.exchange)
     except (LawError, NotATensor, Unsteady):
-        recorder.steadiness.check()  # which may be why
+        recorder.steadiness.check()  # a step that is not steady may be why
         raise
     except Exception:
         return
     recorder.steadiness.compare_with_check(seen.numbers_given)
-    sharding.first_calls.mark_checked(at.rank, seen.call_keys)
-    noted = seen.rank_local_paths, seen.draws, seen.drawing, seen.combines_numbers
-    sharding.first_calls.note(*noted)
+    sharding.first_calls.mark_checked(rank_here.rank, seen.call_keys)
+    findings = seen.rank_local_paths, seen.draws, seen.drawing, seen.combines_numbers
+    sharding.first_calls.note(*findings)
 
 
 def _recorded(
-    asked: LayoutRequest,
+    request: LayoutRequest,
     splits: Mapping[str, tuple[Split, ...]],
-    own: Mapping[str, Own],
+    rank_local: Mapping[str, Own],
 ) -> tuple[Recorder, list[Applied]]:
-    """The record of ``asked.fn``: simulated ranks, which run one program, share one.
+    """Returns the record of a function, and the optimizers that it applies.
 
-    A rank takes another's record where it is at the same call, with the same shapes,
-    and its own function names the transforms that the record is of.
+    Simulated ranks run one program in one process, and share one record. A rank takes
+    another's where it is at the same call, with the same shapes, and its own function
+    names the transforms that the record is of.
     """
-    fn, t, rest, how = asked.fn, asked.t, asked.rest, asked.record
+    fn, t, batch, mode = request.fn, request.t, request.batch, request.record
 
     def record() -> tuple[Recorder, list[Applied]]:
         with noting_applied() as applied:
-            return _record(fn, t, rest, how, splits, own), applied
+            return _record(fn, t, batch, mode, splits, rank_local), applied
 
-    mine, calls = asked.laying, asked.calls or (fn,)
-    at = here(mine[0].mesh) if mine else None
-    if at is None or (notes := at.link.notes) is None:
+    laying, called = request.laying, request.called or (fn,)
+    rank_here = here(laying[0].mesh) if laying else None
+    if rank_here is None or (notes := rank_here.link.notes) is None:
         return record()
-    rank = at.rank
-    leaves, treedef = tree.flatten((t, rest), is_leaf=is_sharded)
+    rank = rank_here.rank
+    leaves, treedef = tree.flatten((t, batch), is_leaf=is_sharded)
     count = notes["records", rank] = notes.get(("records", rank), 0) + 1
-    shapes = tuple(kind_of(x) for x in leaves)
-    kinds = tuple(h.configuration for h in mine)
-    told_of = tuple(splits.items()), frozenset(own)
-    key = "record", count, how, treedef, shapes, kinds, *told_of
-    last = rank == at.mesh.size - 1  # it looks for itself
-    if key not in notes or last and at.link.moves_data:
-        found, applied = record()
+    kinds = tuple(kind_of(x) for x in leaves)
+    configurations = tuple(h.configuration for h in laying)
+    rules = tuple(splits.items()), frozenset(rank_local)
+    key = "record", count, mode, treedef, kinds, configurations, *rules
+    # The last rank records too, so that what differs from rank to rank, or from run to
+    # run, shows.
+    is_last = rank == rank_here.mesh.size - 1
+    if key not in notes or is_last and rank_here.link.moves_data:
+        recorder, applied = record()
         if key in notes:
-            first, _, its = notes[key]
-            one = not (found.axes or first.axes or opaque(shapes))
-            one = one and same_functions(calls, its)
-            found.steadiness.compare_with_rank(first.steadiness, one)
-        if set(found.handlers) != set(mine) or last:
-            return found, applied
-        found = replace(found, handlers=mine)
-        notes[key] = found, applied, calls
-        return found, applied
-    found, applied, _ = notes[key]
-    for ours, theirs in zip(mine, found.handlers, strict=True):
+            first, _, first_called = notes[key]
+            is_one = not (recorder.axes or first.axes or any_mutable(kinds))
+            is_one = is_one and same_functions(called, first_called)
+            recorder.steadiness.compare_with_rank(first.steadiness, is_one)
+        if set(recorder.handlers) != set(laying) or is_last:
+            return recorder, applied
+        recorder = replace(recorder, handlers=laying)
+        notes[key] = recorder, applied, called
+        return recorder, applied
+    recorder, applied, _ = notes[key]
+    for ours, theirs in zip(laying, recorder.handlers, strict=True):
         ours.learn(theirs)
-    return replace(found, handlers=mine, steadiness=Steadiness()), applied
+    return replace(recorder, handlers=laying, steadiness=Steadiness()), applied

@@ -1,4 +1,9 @@
-"""The state of training: ``TrainState``."""
+"""The state of training: ``TrainState``.
+
+While a step is recorded, its train states note which optimizers they apply
+(`noting_applied`): `placing` so learns which leaves of the state are moments, and gives
+them the layouts of their parameters.
+"""
 
 from __future__ import annotations
 
@@ -36,11 +41,11 @@ class OptimizerLike(Protocol):
 
 
 class Applied(NamedTuple):
-    """An optimizer that a train state applied, the state of it, and the parameters."""
+    """An optimizer that a train state applied, its state, and the parameters."""
 
     optimizer: Any
-    opt_state: Any
-    params: Any
+    opt_state: PyTree
+    params: PyTree
 
 
 _APPLIED: ContextVar[list[Applied] | None] = ContextVar("applied", default=None)
@@ -48,10 +53,10 @@ _APPLIED: ContextVar[list[Applied] | None] = ContextVar("applied", default=None)
 
 @contextmanager
 def noting_applied() -> Iterator[list[Applied]]:
-    """Inside, train states note which optimizers they apply in the list it gives."""
-    token = _APPLIED.set(found := [])
+    """Yields a list in which train states note the optimizers that they apply."""
+    token = _APPLIED.set(applied := [])
     try:
-        yield found
+        yield applied
     finally:
         _APPLIED.reset(token)
 
@@ -75,6 +80,8 @@ class TrainState(Generic[_Params]):
     extra: PyTree = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        # A state is frozen, so new parameters beside an old `opt_state` come by
+        # `dataclasses.replace` or the constructor: found by looking at all that live.
         for other in _STATES.valuerefs():
             if (state := other()) is None or state.opt_state is not self.opt_state:
                 continue
@@ -85,7 +92,7 @@ class TrainState(Generic[_Params]):
     def apply_gradients(
         self, grads: _Params, optimizer: OptimizerLike, **changes: Any
     ) -> Self:
-        """The state after one update by ``optimizer`` (of the state's own make)."""
+        """Returns the state after one update by ``optimizer``, whose state it has."""
         _check_fit(self.params, grads)
         if self.opt_state is None:
             raise ValueError(
@@ -105,8 +112,10 @@ class TrainState(Generic[_Params]):
         )
 
     def replace(self, **changes: Any) -> Self:
-        """The state with some fields changed."""
-        if "opt_state" in changes:  # your word that it is of the parameters
+        """Returns the state with some fields changed."""
+        # Naming it is the user's word that it belongs to the parameters. The copy is
+        # another object than that of any other state, so nothing compares the two.
+        if "opt_state" in changes:
             changes["opt_state"] = tree.map(lambda x: x, changes["opt_state"])
         return replace(self, **changes)
 
@@ -123,7 +132,7 @@ class TrainState(Generic[_Params]):
 
 _STATES: WeakValueDictionary[int, TrainState[Any]] = (
     WeakValueDictionary()
-)  # all there are
+)  # all that live
 
 tree.register_node(
     TrainState,
@@ -134,14 +143,15 @@ tree.register_node(
 
 
 def known_optimizer(optimizer: Any) -> Any:
-    """The value by which ranks compare optimizers; of a foreign one, its class."""
+    """Returns what ranks compare of an optimizer; of a foreign one, its class."""
     ours = isinstance(optimizer, Optimizer) or not hasattr(optimizer, "init")
     return optimizer if ours else type(optimizer)
 
 
-def _check_fit(params: Any, grads: Any) -> None:
+def _check_fit(params: PyTree, grads: PyTree) -> None:
+    """Raises unless gradients have the structure of the parameters."""
     structure = tree.flatten(params, is_sharded)[1]
-    if tree.fitted(structure, grads) is not None:
+    if tree.fitted(structure, grads) is not None:  # the usual case, and a fast one
         return
     if structure == tree.flatten(grads, is_sharded)[1]:
         return
@@ -151,15 +161,20 @@ def _check_fit(params: Any, grads: Any) -> None:
     )  # fmt: skip
 
 
-def _check_origins(before: Any, state: TrainState) -> None:
-    if not (found := list(origins(state.opt_state))):
+def _check_origins(before: PyTree, state: TrainState) -> None:
+    """Raises where parameters changed that the optimizer's state makes anew.
+
+    Args:
+        before: the parameters of a state with the same ``opt_state``.
+    """
+    if not (all_origins := list(origins(state.opt_state))):
         return
-    was, now = (
+    params_before, params_now = (
         dict(zip(tree.paths(x, is_sharded), tree.leaves(x, is_sharded), strict=True))
         for x in (before, state.params)
     )
-    for _, name, path in found:
-        if was.get(name) is not now.get(name):
+    for _, name, path in all_origins:
+        if params_before.get(name) is not params_now.get(name):
             raise ValueError(_ORIGINS.format(name, path))
 
 

@@ -8,7 +8,7 @@ is the entry of a unit. `laid_like` has the ways back.
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -30,6 +30,7 @@ from fsfunc.sharded.packing import concatenate_flat
 from fsfunc.sharded.plain_leaves import lay_leaf
 from fsfunc.sharded.slices import write
 from fsfunc.sharded.spent import refuse_unusable
+from fsfunc.tree.types import Leaf
 
 _Tree = TypeVar("_Tree")
 
@@ -38,7 +39,7 @@ _Tree = TypeVar("_Tree")
 def unshard(
     t: _Tree, *, to: torch.device | str | None = None, only: int | None = None
 ) -> _Tree:
-    """``t`` with every sharded leaf whole: the inverse of ``place``.
+    """Returns ``t`` with every sharded leaf whole: the inverse of ``place``.
 
     Leaf by leaf, for any tree (states included): values carry their layout. Every rank
     calls it. Inside a gradient call it is what the entry of a unit is: the whole
@@ -70,7 +71,7 @@ def unshard(
 
     tracer = frame().tracer
 
-    def whole(x: Any) -> Any:
+    def make_whole(x: Leaf) -> Leaf:
         if not isinstance(x, Sharded):
             return as_rank_local(x) if isinstance(x, Tensor) else x
         if tracer is not None:
@@ -92,28 +93,30 @@ def unshard(
 
     refuse_unusable(t)
     with label("", "unshard"):
-        return tree.map(whole, t, is_leaf=is_sharded)
+        return tree.map(make_whole, t, is_leaf=is_sharded)
 
 
 def _gathered(layout: Layout, local: Tensor) -> Tensor:
-    at, local = here(), local.detach()
+    """Returns a whole leaf, which is not differentiated."""
+    rank_here, local = here(), local.detach()
     if not layout.axes:
         layout.check_part(local.shape, {})
         if copies := averaged_axes():
             local = apply_map(local, ENTER, get_group(copies))
         return local.reshape(layout.shape).clone()
-    where = get_group(layout.axes, at)
+    where = get_group(layout.axes, rank_here)
     regions = _regions(layout)
     _, start, stop = regions[where.index]
-    if local.shape != (stop - start,):  # of a packed leaf, as its layout says
-        layout.check_part(local.shape, at.mesh.coordinates(at.rank))
+    if local.shape != (stop - start,):  # no part of a packed leaf, as its layout says
+        layout.check_part(local.shape, rank_here.mesh.coordinates(rank_here.rank))
+    # An all-gather sends as much from each rank: parts are padded to the largest.
     size = max([stop - start for _, start, stop in regions])
     sent = local.new_zeros(size)
     sent[: local.numel()] = local.reshape(-1)
-    every = sent
+    gathered = sent
     if where.size > 1:
-        every = where.start("all_gather", sent, name=layout.name).wait()
-    rows = zip(regions, every.view(len(regions), size).unbind(), strict=True)
+        gathered = where.start("all_gather", sent, name=layout.name).wait()
+    rows = zip(regions, gathered.view(len(regions), size).unbind(), strict=True)
     if layout.parts == (layout.flat,):  # one range after another
         parts = [row[: stop - start] for (_, start, stop), row in rows]
         return declare_type(torch.cat(parts).view(layout.shape), "A")
@@ -125,12 +128,15 @@ def _gathered(layout: Layout, local: Tensor) -> Tensor:
 
 @lru_cache(1024)
 def _regions(layout: Layout) -> list[Region]:
-    """Each rank's region, in the order of its axes; cached for equal layouts."""
-    return [layout.region(at) for at in every_coordinate(layout)]
+    """Returns each rank's region, ranks in the order of the layout's axes."""
+    return [layout.region(coordinates) for coordinates in every_coordinate(layout)]
 
 
 def _entered(x: Sharded) -> Tensor:
-    """The same as each rank's own, differentiable."""
+    """Returns a whole leaf as each rank's own value, differentiably.
+
+    Its collectives are those of a unit's entry, with these transposes.
+    """
     block = block_layout(x, "unshard")
     axes, local = block.axes, _part(x, block)
     check_samples(local, repr(x.name))
@@ -141,58 +147,62 @@ def _entered(x: Sharded) -> Tensor:
         counts = elements_by_rank(block, where)
         size = max(counts)
         sent = concatenate_flat([local, local.new_zeros(size - local.numel())])
-        every = apply_map(sent, GATHER, where).split(size)
-        parts = [part[:n] for part, n in zip(every, counts, strict=True)]
+        rows = apply_map(sent, GATHER, where).split(size)
+        parts = [row[:n] for row, n in zip(rows, counts, strict=True)]
         local = torch.cat(parts)
     whole = local.reshape(block.shape)
-    for split in reversed(x.layout.splits):
-        how = LinearMap("all_gather", "V", "I", dim=split.dim)
-        whole = apply_map(whole, how, get_group(split.axis))
+    for split in reversed(x.layout.splits):  # outermost first in a layout
+        gather = LinearMap("all_gather", "V", "I", dim=split.dim)
+        whole = apply_map(whole, gather, get_group(split.axis))
     return whole
 
 
 def elements_by_rank(layout: Layout, where: RankGroup) -> list[int]:
-    """The number of elements of a leaf on each rank of a group."""
+    """Returns the number of elements of a leaf on each rank of a group."""
     mesh = here().mesh
     spans = [layout.span(mesh.coordinates(rank)) for rank in where.ranks]
     return [stop - start for start, stop in spans]
 
 
 def _part(x: Sharded, layout: Layout) -> Tensor:
-    """A leaf's part, which may have been made by hand, checked."""
-    at, local = here(), x.local
-    layout.check_part(local.shape, at.mesh.coordinates(at.rank))
+    """Returns a leaf's part, checked, as it may have been made by hand."""
+    rank_here, local = here(), x.local
+    layout.check_part(local.shape, rank_here.mesh.coordinates(rank_here.rank))
     return local
 
 
-def block_layout(x: Sharded, what: str) -> Layout:
-    """The layout of a leaf's block over the axes of the enclosing ``shard``.
+def block_layout(x: Sharded, function: str) -> Layout:
+    """Returns the layout of a leaf's block over the axes of the enclosing ``shard``.
+
+    Args:
+        function: the public function that asks, for the message.
 
     Raises:
         ValueError: there is no ``shard`` around; the leaf is packed over axes without a
             mean, is split over axes with one, or unevenly, or is owned by a rank.
     """
-    layout, means = x.layout, set(averaged_axes())
+    layout, mean_axes = x.layout, set(averaged_axes())
     flat = () if layout.flat is None else (layout.flat,)
-    over = set(flat[0].axes) if flat else set()
-    split, even = {p.axis for p in layout.splits}, _is_even(layout)
-    if not means and what == "unshard":
+    flat_axes = set(flat[0].axes) if flat else set()
+    split_axes, is_even = {p.axis for p in layout.splits}, _is_even(layout)
+    if not mean_axes and function == "unshard":
         raise ValueError(
             f"unshard outside of a sharded step: {x.name!r} carries an autograd graph, "
             "as a state does that a step made of a batch which requires grad, and "
             "outside nobody says whose its gradient is. Call it under torch.no_grad(), "
             "or inside the step; a step whose batch is detached makes no graph"
         )
-    if not means:
+    if not mean_axes:
         raise ValueError(
-            f"{what} outside of a sharded step: {x.name!r} has the layout {x.layout}, "
-            f"and no shard is around. Call {what} inside the step, or outside "
-            "ff.place(step, t, ...), which lays a tree out"
+            f"{function} outside of a sharded step: {x.name!r} has the layout "
+            f"{x.layout}, and no shard is around. Call {function} inside the step, or "
+            "outside ff.place(step, t, ...), which lays a tree out"
         )
-    if layout.owners or not over <= means or split & means or not even:
+    is_ours = flat_axes <= mean_axes and not split_axes & mean_axes
+    if layout.owners or not is_ours or not is_even:
         raise ValueError(
-            f"{what} in a step: {x.name!r} has the layout {x.layout}, and the shard "
-            f"around takes means over {sorted(means)}: that works for "
+            f"{function} in a step: {x.name!r} has the layout {x.layout}, and the "
+            f"shard around takes means over {sorted(mean_axes)}: that works for "
             "leaves that this shard laid out, whole or split evenly over other axes"
         )
     return Layout(layout.unit_shape, layout.dtype, flat, layout.name)

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from fsfunc import tree
-from fsfunc.sharded.layout import describe
 from fsfunc.sharded.leaf import is_sharded
+from fsfunc.sharded.placements import describe_tensor
 from fsfunc.testing.finite_field import is_exact
 from fsfunc.tree.types import Leaf, PyTree
 
@@ -44,9 +44,9 @@ class Difference:
         if not isinstance(x, Tensor):
             return repr(x)
         if self.index is None or len(self.index) != x.ndim:
-            return describe(x.shape, x.dtype)
+            return describe_tensor(x.shape, x.dtype)
         if any(i >= n for i, n in zip(self.index, x.shape, strict=True)):
-            return f"nothing ({describe(x.shape, x.dtype)})"
+            return f"nothing ({describe_tensor(x.shape, x.dtype)})"
         return repr(x.detach()[self.index].item())
 
 
@@ -86,8 +86,8 @@ def _compare_leaves(
         return Difference(path, message, actual, expected)
     if (actual.shape, actual.dtype) != (expected.shape, expected.dtype):
         descriptions = (
-            describe(actual.shape, actual.dtype),
-            describe(expected.shape, expected.dtype),
+            describe_tensor(actual.shape, actual.dtype),
+            describe_tensor(expected.shape, expected.dtype),
         )
         return Difference(
             path,
@@ -101,7 +101,7 @@ def _compare_leaves(
     first_number = int(mask.reshape(-1).to(torch.uint8).argmax())
     index = index_of_element(first_number, actual.shape)
     count = int(mask.sum())
-    message = f"{describe(actual.shape, actual.dtype, name)} differs"
+    message = f"{describe_tensor(actual.shape, actual.dtype, name)} differs"
     if actual.ndim:
         message += f" at {index}, in {count} of {actual.numel()} elements"
     return Difference(path, message, actual, expected, index)

@@ -20,8 +20,8 @@ from fsfunc.core.frames import Interpretation, transformed
 from fsfunc.core.outcomes import GradientCall, Outcome
 from fsfunc.core.units import Call
 from fsfunc.runtime.memory import BufferPool
-from fsfunc.sharded.layout import describe
 from fsfunc.sharded.leaf import is_sharded
+from fsfunc.sharded.placements import describe_tensor
 from fsfunc.testing.comparing import index_of_element
 from fsfunc.testing.observed_runs import without_values
 from fsfunc.tree.types import PyTree
@@ -125,7 +125,7 @@ def check_finite(value: PyTree, prefix: str, kind: str = "") -> None:
         part = ", this rank's part," if is_sharded(leaf) else ""
         raise NotFinite(
             f"{prefix} {number!r} at {index}{leaf_text or ' of'} "
-            f"{describe(x.shape, x.dtype)}{part}{_describe_rank()}"
+            f"{describe_tensor(x.shape, x.dtype)}{part}{_describe_rank()}"
         )
 
 

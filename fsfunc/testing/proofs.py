@@ -17,9 +17,9 @@ from fsfunc import tree
 from fsfunc.comm.mesh import Axis, Mesh
 from fsfunc.comm.tracebacks import api_boundary
 from fsfunc.core.frames import title
-from fsfunc.printing.folding import alike, counted
+from fsfunc.printing.folding import group_alike, name_group
 from fsfunc.printing.tables import Printed, Table
-from fsfunc.sharded.layout import describe
+from fsfunc.sharded.placements import describe_tensor
 from fsfunc.state.layout_rules import LayoutRules
 from fsfunc.testing.finite_field import PRIME, exact, residues
 from fsfunc.testing.one_device import Comparison
@@ -82,11 +82,11 @@ class Proof(Printed):
                 f"{self.one_way} of {self.decided} comparisons of single numbers had "
                 "one answer in every draw: what depends on the other one was not seen"
             )
-        groups = alike(
+        groups = group_alike(
             (path, description, description) for path, description in self.leaves
         )
         rows = [
-            (counted(paths, "the value"), description)
+            (name_group(paths, "the value"), description)
             for paths, (description, *_) in groups
         ]
         return [*pieces, Table("", ("<equal", "<shape"), rows)]
@@ -181,7 +181,8 @@ def prove(
     return Proof(
         title(step), title(transformed), mesh,
         tuple(
-            (path, describe(x.shape, x.dtype) if isinstance(x, Tensor) else repr(x))
+            (path,
+             describe_tensor(x.shape, x.dtype) if isinstance(x, Tensor) else repr(x))
             for path, x in zip(paths, leaves, strict=True)
         ),
         calls, len(answers), functions, divisions, len(answers[0]),

@@ -19,8 +19,8 @@ from fsfunc.comm.groups import RankGroup, gather_stacked, get_group
 from fsfunc.comm.launch import local_batch, spmd
 from fsfunc.comm.ledgers import silence
 from fsfunc.comm.mesh import Axis, Mesh, axis_names, check_mesh, here
-from fsfunc.sharded.layout import describe
 from fsfunc.sharded.leaf import is_sharded
+from fsfunc.sharded.placements import describe_tensor
 from fsfunc.state.layout_rules import LayoutRules
 from fsfunc.state.placing import place
 from fsfunc.testing.comparing import index_of_element
@@ -150,7 +150,8 @@ def check_replicated(value: PyTree, axis: Axis) -> None:
     names, leaves = _replicated_leaves(value, ranks)
     tensors = [x for x in leaves if isinstance(x, Tensor)]
     descriptions = [
-        describe(x.shape, x.dtype) if isinstance(x, Tensor) else "" for x in leaves
+        describe_tensor(x.shape, x.dtype) if isinstance(x, Tensor) else ""
+        for x in leaves
     ]
     checksums_left = map(str, checksums(tensors))
     contents = [
@@ -197,7 +198,9 @@ def _dense_parts(x: Leaf) -> list[tuple[str, Leaf]]:
 
 def _describe_difference(name: str, x: Leaf, ranks: RankGroup) -> str:
     leaf_text = (
-        describe(x.shape, x.dtype, repr(name)) if isinstance(x, Tensor) else repr(name)
+        describe_tensor(x.shape, x.dtype, repr(name))
+        if isinstance(x, Tensor)
+        else repr(name)
     )
     opening = (
         f"{leaf_text} differs along {ranks.name}, where it is claimed to be one value"

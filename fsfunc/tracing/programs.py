@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from fsfunc import tree
-from fsfunc.printing.folding import folded
+from fsfunc.printing.folding import fold_repeats
 from fsfunc.runtime.memory import StorageTable
-from fsfunc.sharded.placements import describe
+from fsfunc.sharded.placements import describe_tensor
 
 
 class Value(NamedTuple):
@@ -44,7 +44,7 @@ class Spec:
         return cls(tuple(x.shape), x.dtype, x.requires_grad, x.device)
 
     def __str__(self) -> str:
-        return describe(self.shape, self.dtype)
+        return describe_tensor(self.shape, self.dtype)
 
     def zeros(self) -> Tensor:
         """A tensor that looks so."""
@@ -239,7 +239,9 @@ class Program:
             while glue and glue[0].before <= number:
                 lines.append(str(glue.pop(0)))
             lines.append(str(call))
-        return "\n".join([f"{self.name}: {len(self.calls)} unit calls", *folded(lines)])
+        return "\n".join(
+            [f"{self.name}: {len(self.calls)} unit calls", *fold_repeats(lines)]
+        )
 
 
 # The names that a listing gives to tensors and trees of them
@@ -299,7 +301,7 @@ class Names:
         if isinstance(x, Tensor):
             if known := self._names.get(x):
                 return known.get(_place(x), known[None])
-            return f"captured {describe(x.shape, x.dtype)}"
+            return f"captured {describe_tensor(x.shape, x.dtype)}"
         if isinstance(x, int) and x == sys.maxsize:
             return "end"  # of a slice
         if isinstance(x, _PLAIN):

@@ -29,8 +29,8 @@ from fsfunc.core.casts import differentiable
 from fsfunc.core.frames import Frame, Interpretation
 from fsfunc.core.gradient_checks import nearly_agree, norm_and_sum
 from fsfunc.runtime.generators import generator_states
-from fsfunc.sharded.layout import describe
 from fsfunc.sharded.leaf import is_sharded
+from fsfunc.sharded.placements import describe_tensor
 from fsfunc.sharded.plain_leaves import WHOLE, placement_of
 
 SharedBatchAxes: TypeAlias = Sequence[tuple[tuple[str, ...], str]]
@@ -97,7 +97,7 @@ def compare_batches(batch: tree.PyTree, ranks: RankGroup, reason: str) -> None:
     values = section_of_values(paths, leaves, ranks.link.notes)
     # Of tensors without data (meta, fake) the shapes are compared.
     shape_lines = [
-        (repr(p), describe(x.shape, x.dtype))
+        (repr(p), describe_tensor(x.shape, x.dtype))
         for p, x in zip(paths, leaves, strict=True)
         if isinstance(x, Tensor) and not has_values(x)
     ]

@@ -218,7 +218,7 @@ def with_data(x: Tensor) -> Tensor:
 
 
 def returned_state(args: Sequence[tree.PyTree], out: tree.PyTree) -> tree.PyTree:
-    """Returns the state in what a step returned: see `state_in`."""
+    """Returns the state in what a step returned: see `locate_state`."""
     leaves, out_def = tree.flatten(out, is_leaf=is_sharded)
     state_def = tree.flatten(args[0] if args else (), is_leaf=is_sharded)[1]
     start, found_def = locate_state(out_def, state_def)

@@ -12,7 +12,7 @@ from torch import Tensor
 from fsfunc import tree
 from fsfunc.core.tracers import signature
 from fsfunc.sharded.leaf import Sharded, is_sharded
-from fsfunc.sharded.placements import describe
+from fsfunc.sharded.placements import describe_tensor
 from fsfunc.sharded.plain_leaves import placement_of
 from fsfunc.sharded.spent import any_unusable, refuse_unusable
 from fsfunc.tracing.runs import shadows
@@ -65,7 +65,7 @@ class Arguments:
         """The leaves beside the state, for messages."""
         others = self.leaves[self.state.num_leaves if self.state else 0 :]
         return ", ".join(
-            describe(x.shape, x.dtype) if hasattr(x, "dtype") else repr(x)
+            describe_tensor(x.shape, x.dtype) if hasattr(x, "dtype") else repr(x)
             for x in others
         )
 

@@ -192,7 +192,7 @@ class StepGraph:
 
         So too a part of larger memory: in the graph that is gathered anew.
         """
-        donated.look()
+        donated.add_made()
         written = self.traced.written
         may = donated.may_write([tensors[i] for i in written])
         for i, own in zip(written, may, strict=True):

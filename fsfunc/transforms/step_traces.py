@@ -23,7 +23,7 @@ from fsfunc.runtime.generators import drawn_elsewhere
 from fsfunc.runtime.scopes import BeforeRuns, in_graph
 from fsfunc.sharded.donated import Everything
 from fsfunc.sharded.leaf import Sharded, is_sharded
-from fsfunc.sharded.placements import describe
+from fsfunc.sharded.placements import describe_tensor
 from fsfunc.tracing.operators import is_random
 from fsfunc.tracing.replicas import Claims
 from fsfunc.tracing.runs import without_data
@@ -164,7 +164,9 @@ class StepTrace:
             if said(x) == seen or said(x) != said(x):  # NaN
                 continue
             if isinstance(x, Tensor) and issubclass(kind, Tensor):
-                raise RuntimeError(_UNLIKE.format(describe(*seen), describe(*said(x))))
+                raise RuntimeError(
+                    _UNLIKE.format(describe_tensor(*seen), describe_tensor(*said(x)))
+                )
             raise RuntimeError(_CHANGED.format(f"{seen!r}, then {x!r}"))
 
     # As the compiler of the frame

@@ -7,12 +7,12 @@ torch's pytree does neither; it only learns of the nodes registered here, so tha
 """
 
 from builtins import map as each
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import optree
 
-from fsfunc.tree.nodes import learned
+from fsfunc.tree.nodes import learn_nodes
 from fsfunc.tree.structure import (
     GIVE,
     LEAVES,
@@ -26,17 +26,19 @@ from fsfunc.tree.structure import (
     TreeMismatch,
     differences,
     hides,
-    message,
+    mismatch_message,
     paths_of,
 )
 
+# Of the types of all leaves at once, by one set operation: a loop in Python over the
+# leaves of a state would cost more than the rest of a step's glue.
 _are_leaves, _are_shown, _are_plain = (
     kinds.issuperset for kinds in (LEAVES, SHOWN, PLAIN)
 )
 
 
 def flatten(tree: Tree, is_leaf: IsLeaf | None = None) -> tuple[list[Any], TreeDef]:
-    """Return the leaves of `tree` and the structure that holds them.
+    """Returns the leaves of `tree` and the structure that holds them.
 
     Args:
         tree: any nesting of dicts, lists, tuples, named tuples, registered nodes, and
@@ -55,14 +57,15 @@ def flatten(tree: Tree, is_leaf: IsLeaf | None = None) -> tuple[list[Any], TreeD
     >>> unflatten(treedef, "xy")
     {'b': ['y', None], 'a': 'x'}
     """
-    found = optree.tree_flatten(tree, is_leaf, namespace=NAMESPACE)
-    while not _are_leaves(each(type, found[0])) and learned(found[0]):
-        found = optree.tree_flatten(tree, is_leaf, namespace=NAMESPACE)
-    return found
+    flat = optree.tree_flatten(tree, is_leaf, namespace=NAMESPACE)
+    # A class that is seen for the first time may become a node: then flatten anew.
+    while not _are_leaves(each(type, flat[0])) and learn_nodes(flat[0]):
+        flat = optree.tree_flatten(tree, is_leaf, namespace=NAMESPACE)
+    return flat
 
 
-def unflatten(treedef: TreeDef, leaves: Any) -> Tree:
-    """Return the tree of structure `treedef` that holds `leaves`: undoes `flatten`.
+def unflatten(treedef: TreeDef, leaves: Iterable[Any]) -> Tree:
+    """Returns the tree of structure `treedef` that holds `leaves`: undoes `flatten`.
 
     Raises:
         ValueError: not as many leaves as the structure holds.
@@ -74,19 +77,19 @@ def unflatten(treedef: TreeDef, leaves: Any) -> Tree:
 
 
 def leaves(tree: Tree, is_leaf: IsLeaf | None = None) -> list[Any]:
-    """Return the leaves of `tree`, in the order of `flatten`.
+    """Returns the leaves of `tree`, in the order of `flatten`.
 
     >>> leaves({"b": 1, "a": (2, None)})
     [2, 1]
     """
-    found = optree.tree_leaves(tree, is_leaf, namespace=NAMESPACE)
-    while not _are_leaves(each(type, found)) and learned(found):
-        found = optree.tree_leaves(tree, is_leaf, namespace=NAMESPACE)
-    return found
+    values = optree.tree_leaves(tree, is_leaf, namespace=NAMESPACE)
+    while not _are_leaves(each(type, values)) and learn_nodes(values):
+        values = optree.tree_leaves(tree, is_leaf, namespace=NAMESPACE)
+    return values
 
 
 def fitted(treedef: TreeDef, tree: Tree) -> list[Any] | None:
-    """Return the leaves of `tree` if `treedef` is its structure and all are plain.
+    """Returns the leaves of `tree` if `treedef` is its structure and all are plain.
 
     None otherwise, or where that is not known for sure. It costs a twentieth of what a
     walk does, which asks of each leaf whether its class is registered. An ordered dict
@@ -97,10 +100,10 @@ def fitted(treedef: TreeDef, tree: Tree) -> list[Any] | None:
     ([4, 3], None)
     """
     try:
-        found = treedef.flatten_up_to(tree)
+        values = treedef.flatten_up_to(tree)
     except ValueError:
         return None
-    return found if _are_plain(each(type, found)) else None
+    return values if _are_plain(each(type, values)) else None
 
 
 def shown(
@@ -110,11 +113,13 @@ def shown(
     parts: Sequence[str] = (),
     is_leaf: IsLeaf | None = None,
 ) -> list[Any]:
-    """Return the leaves of `tree`, none of which hides a tensor.
+    """Returns the leaves of `tree`, none of which hides a tensor.
 
     Args:
-        who, does: for the message: who does what with the tree.
-        parts: what its children are called, for the message.
+        who: the function that is given the tree, for the message.
+        does: what it does, for the message, such as ``"is given"``.
+        parts: what the tree's children are called, for the message.
+        is_leaf: says of a subtree that it counts as one leaf.
 
     Raises:
         TypeError: an object holds a tensor that is no leaf of the tree: what is done to
@@ -130,12 +135,14 @@ def shown(
         ...
     TypeError: unit f is given a SimpleNamespace, at 'x', that holds a tensor out of ...
     """
-    found = optree.tree_leaves(tree, is_leaf, namespace=NAMESPACE)
-    return found if are_shown(found) else _looked_into(tree, who, does, parts, is_leaf)
+    values = optree.tree_leaves(tree, is_leaf, namespace=NAMESPACE)
+    if are_shown(values):
+        return values
+    return _search_hidden(tree, who, does, parts, is_leaf)
 
 
 def are_shown(leaves: list[Any]) -> bool:
-    """Return whether no leaf is of a type whose objects may hide tensors.
+    """Returns whether no leaf is of a type whose objects may hide tensors.
 
     >>> are_shown([1, "a"]), are_shown([object])
     (True, True)
@@ -143,29 +150,31 @@ def are_shown(leaves: list[Any]) -> bool:
     return _are_shown(each(type, leaves))
 
 
-def _looked_into(
+def _search_hidden(
     tree: Tree, who: object, does: str, parts: Sequence[str], is_leaf: IsLeaf | None
 ) -> list[Any]:
-    closed = {type(x) for x in leaves(tree, is_leaf) if hides(x)}
-    LEAVES.difference_update(closed)  # somebody may have registered one since
-    where, found, _ = flatten_with_paths(tree, is_leaf)
-    for path, x in zip(where, found, strict=True):
-        if type(x) in closed and hides(x):
-            first, *rest = path.split("/")
-            path = "/".join([parts[int(first)] if parts else first, *rest])
-            given = [f"Give {to}(...) of it" for of, to in GIVE if isinstance(x, of)]
-            use = (*given, "Use a dict, a tuple or a dataclass")[0]
+    """Returns the leaves of a tree, or raises where one hides a tensor: see `shown`."""
+    hiding = {type(x) for x in leaves(tree, is_leaf) if hides(x)}
+    # Somebody may have registered such a class since it was first seen: look again.
+    LEAVES.difference_update(hiding)
+    names, values, _ = flatten_with_paths(tree, is_leaf)
+    for path, x in zip(names, values, strict=True):
+        if type(x) in hiding and hides(x):
+            first, *others = path.split("/")
+            path = "/".join([parts[int(first)] if parts else first, *others])
+            ways = [f"Give {to}(...) of it" for of, to in GIVE if isinstance(x, of)]
+            advice = (*ways, "Use a dict, a tuple or a dataclass")[0]
             raise TypeError(
                 f"{who} {does} a {type(x).__name__}{path and f', at {path!r},'} that "
                 "holds a tensor out of sight: no transform would gather, cast, cut or "
-                f"recompute it. {use}, or say what the class holds by "
+                f"recompute it. {advice}, or say what the class holds by "
                 "fsfunc.tree.register_node"
             )
-    return found
+    return values
 
 
 def paths(tree: Tree, is_leaf: IsLeaf | None = None) -> list[str]:
-    """Return one path for each leaf of `tree`, in the order of `flatten`.
+    """Returns one path for each leaf of `tree`, in the order of `flatten`.
 
     A path joins dict keys, positions and attribute names by "/"; that of a bare leaf is
     "". A registered node with one unnamed child adds nothing, so a sharded leaf bears
@@ -182,7 +191,7 @@ def paths(tree: Tree, is_leaf: IsLeaf | None = None) -> list[str]:
 def flatten_with_paths(
     tree: Tree, is_leaf: IsLeaf | None = None
 ) -> tuple[list[str], list[Any], TreeDef]:
-    """Return the paths and the leaves of `tree`, and its structure.
+    """Returns the paths and the leaves of `tree`, and its structure.
 
     >>> flatten_with_paths({"w": 1, "b": 2})[:2]
     (['b', 'w'], [2, 1])
@@ -194,7 +203,7 @@ def flatten_with_paths(
 def map(
     fn: Callable[..., Any], tree: Tree, *rest: Tree, is_leaf: IsLeaf | None = None
 ) -> Tree:
-    """Return a tree like `tree` with `fn(leaf, *others)` in place of each leaf.
+    """Returns a tree like `tree` with `fn(leaf, *others)` in place of each leaf.
 
     Args:
         fn: takes a leaf and, from each of `rest`, what lies at the same place.
@@ -217,7 +226,7 @@ def map(
 def map_with_path(
     fn: Callable[..., Any], tree: Tree, *rest: Tree, is_leaf: IsLeaf | None = None
 ) -> Tree:
-    """Return a tree like `tree` with `fn(path, leaf, *others)` in place of each leaf.
+    """Returns a tree like `tree` with `fn(path, leaf, *others)` in place of each leaf.
 
     The arguments and errors are those of `map`.
 
@@ -236,7 +245,7 @@ def check_same_structure(
     against: str = "the expected structure",
     is_leaf: IsLeaf | None = None,
 ) -> None:
-    """Return None if the two trees have one structure; leaves are not compared.
+    """Raises unless two trees have one structure; leaves are not compared.
 
     Args:
         expected: a tree of the structure asked for.
@@ -257,28 +266,29 @@ def check_same_structure(
     if flatten(expected, is_leaf)[1] == flatten(actual, is_leaf)[1]:
         return
     verb = "do" if what.endswith("s") and not what.endswith("ss") else "does"
-    found = list(differences(expected, actual, is_leaf, Node.same))
-    raise TreeMismatch(message(f"{what} {verb} not match {against}", found))
+    places = list(differences(expected, actual, is_leaf, Node.is_same))
+    raise TreeMismatch(mismatch_message(f"{what} {verb} not match {against}", places))
 
 
 def _flatten_up_to(
     treedef: TreeDef, tree: Tree, other: Tree, is_leaf: IsLeaf | None
 ) -> list[Any]:
+    """Returns what lies in ``other`` at the place of each leaf of ``tree``."""
     try:
         return treedef.flatten_up_to(other)
     except ValueError as error:
-        found = list(differences(tree, other, is_leaf, Node.leads))
-        if not found:
+        # optree refuses what stands beside a sharded leaf, and says no path.
+        places = list(differences(tree, other, is_leaf, Node.maps_onto))
+        if not places:
             return _beside(tree, other, is_leaf)
-        raise TreeMismatch(
-            message("a tree to map over does not match the first", found)
-        ) from error
+        opening = "a tree to map over does not match the first"
+        raise TreeMismatch(mismatch_message(opening, places)) from error
 
 
 def _beside(tree: Tree, other: Tree, is_leaf: IsLeaf | None) -> list[Any]:
-    """Return what stands beside each leaf, where some nodes take what is none."""
+    """Returns what stands beside each leaf, by the nodes' own ``tree_beside``."""
     node = Node.of(tree, is_leaf)
     if node.is_leaf:
         return [other]
     pairs = zip(node.children, node.below(other) or (), strict=True)
-    return [x for mine, its in pairs for x in _beside(mine, its, is_leaf)]
+    return [x for child, inner in pairs for x in _beside(child, inner, is_leaf)]

@@ -1,6 +1,9 @@
 """Tree structures: how two differ, and tensors hidden in leaves that are none.
 
-Most leaves are told by their types alone, all of a tree in one set operation.
+`functions` calls `differences` when a tree does not fit, to name the smallest subtrees
+that differ; `hides` finds tensors inside objects that a tree takes for leaves, which no
+transform would see. Most leaves are known by their types alone, all of a tree in one
+set operation.
 """
 
 import enum
@@ -14,18 +17,25 @@ from typing import Any, NamedTuple
 import optree
 import torch
 
-# Of what is learned at first sight: who registers a class with optree later may.
+from fsfunc.tree.types import Leaf, PyTree
+
+# Classes that become nodes at first sight are registered in a namespace of our own, so
+# that the user may still register them with optree.
 NAMESPACE = "fsfunc"
 
-_TENSORS = {torch.Tensor, torch.nn.Parameter}
-# Types that hold no tensor; those that hide none; those that are leaves where found.
+_TENSORS: set[type] = {torch.Tensor, torch.nn.Parameter}
+# Types whose values hold no tensor.
 _BARE: set[type] = {
     int, float, complex, bool, str, bytes, type, type(None), torch.dtype, torch.device,
     torch.Size, types.FunctionType,
 }  # fmt: skip
+# Types that hide no tensor: they hold none, or are tensors, or nodes.
 SHOWN: set[type] = _BARE | _TENSORS
-# Those that nobody can register as nodes' types later, or be mistaken in.
-PLAIN = frozenset(_TENSORS | {int, float, complex, bool, str, bytes, torch.dtype})
+# Types that nobody can register as nodes later, or be mistaken in.
+PLAIN: frozenset[type] = frozenset(
+    _TENSORS | {int, float, complex, bool, str, bytes, torch.dtype}
+)
+# Types that are leaves where they are found, as none is registered as a node.
 LEAVES: set[type] = set(SHOWN)
 
 
@@ -36,14 +46,17 @@ def count_as_leaf(cls: type) -> None:
 
 
 def is_node(cls: type) -> bool:
-    """True if optree flattens values of the class."""
+    """Returns whether optree flattens values of the class."""
     registered = optree.register_pytree_node.get(cls, namespace=NAMESPACE)
-    tuples = optree.is_namedtuple_class(cls) or optree.is_structseq_class(cls)
-    return registered is not None or tuples
+    is_tuple = optree.is_namedtuple_class(cls) or optree.is_structseq_class(cls)
+    return registered is not None or is_tuple
 
 
 def is_open(cls: type) -> bool:
-    """True if values of the class need no search for hidden tensors."""
+    """Returns whether values of the class need no search for hidden tensors.
+
+    Functions and modules hold tensors openly: what calls them uses these.
+    """
     if issubclass(cls, (torch.Tensor, enum.Enum, Callable)):
         return not issubclass(cls, _PARAMETERS)
     return not (issubclass(cls, CONTAINERS) or cls.__dictoffset__ or slots_of(cls))
@@ -51,13 +64,15 @@ def is_open(cls: type) -> bool:
 
 # Modules that nobody calls: what they hold are the leaves of a tree.
 _PARAMETERS = (torch.nn.ParameterDict, torch.nn.ParameterList)
-# Classes that are no nodes, and what can be made of one.
-GIVE = ((Mapping, "dict"), (_PARAMETERS[0], "dict"), (_PARAMETERS[1], "list"))
-CONTAINERS = (list, tuple, set, frozenset, deque, Mapping)
+# Classes that are no nodes, and what can be made of one, for advice.
+GIVE: tuple[tuple[type, str], ...] = (
+    (Mapping, "dict"), (_PARAMETERS[0], "dict"), (_PARAMETERS[1], "list"),
+)  # fmt: skip
+CONTAINERS: tuple[type, ...] = (list, tuple, set, frozenset, deque, Mapping)
 
 
 def slots_of(cls: type) -> list[str]:
-    """The attributes that a class keeps in slots, those of its bases too."""
+    """Returns the attributes that a class has in slots, those of its bases too."""
     return [
         name
         for c in cls.__mro__
@@ -67,13 +82,17 @@ def slots_of(cls: type) -> list[str]:
     ]
 
 
-def hides(x: Any) -> bool:
-    """Return whether a leaf, which is no tensor, holds one out of sight."""
-    return type(x) not in SHOWN and holds(x)
+def hides(x: Leaf) -> bool:
+    """Returns whether a leaf, which is no tensor, holds one out of sight."""
+    return type(x) not in SHOWN and holds_tensor(x)
 
 
-def holds(x: Any, depth: int = 6) -> bool:
-    """True if an object holds a tensor, not within functions or modules."""
+def holds_tensor(x: Leaf, depth: int = 6) -> bool:
+    """Returns whether an object holds a tensor, not within functions or modules.
+
+    Args:
+        depth: how many objects deep to look; objects may refer to each other in rings.
+    """
     cls = type(x)
     if cls in _BARE:
         return False
@@ -85,10 +104,11 @@ def holds(x: Any, depth: int = 6) -> bool:
     inner = _inside(x) if depth else ()
     if _BARE.issuperset(map(type, inner)):
         return False
-    return any(holds(y, depth - 1) for y in inner)
+    return any(holds_tensor(y, depth - 1) for y in inner)
 
 
-def _inside(x: Any) -> Sequence[Any]:
+def _inside(x: Leaf) -> Sequence[Any]:
+    """Returns what an object holds: its children, items and attributes."""
     cls = type(x)
     if is_node(cls):
         return optree.tree_leaves(x, lambda y: y is not x, namespace=NAMESPACE)
@@ -99,11 +119,11 @@ def _inside(x: Any) -> Sequence[Any]:
     return [*items, *getattr(x, "__dict__", {}).values(), *slots]
 
 
-Tree = Any
+Tree = PyTree
 TreeDef = optree.PyTreeSpec
 IsLeaf = Callable[[Any], bool]
 
-KEYS_SHOWN = 8  # longer lists of keys are told apart by what is missing and extra
+KEYS_SHOWN = 8  # of longer lists a message says what is missing, and what is extra
 
 
 class TreeMismatch(ValueError):
@@ -111,22 +131,25 @@ class TreeMismatch(ValueError):
 
 
 def paths_of(treedef: TreeDef) -> list[str]:
-    """Return where each leaf lies, its steps joined by "/"."""
+    """Returns where each leaf lies, its steps joined by "/"."""
     return list(map("/".join, _steps(treedef)))
 
 
 def _steps(treedef: TreeDef) -> list[tuple[str, ...]]:
-    """The steps to each leaf, found node by node: an accessor a leaf is slow."""
-    found: list[tuple[str, ...]] = [()] if treedef.is_leaf() else []
+    """Returns the steps to each leaf, found node by node.
+
+    ``treedef.accessors()`` says the same, and makes an object a leaf, which is slow.
+    """
+    steps: list[tuple[str, ...]] = [()] if treedef.is_leaf() else []
     for name, child in zip(_names(treedef), treedef.children(), strict=True):
-        step = () if name is None else (name,)
+        first = () if name is None else (name,)
         below = [()] if child.is_leaf() else _steps(child)
-        found += [step + rest for rest in below]
-    return found
+        steps += [first + others for others in below]
+    return steps
 
 
 def _names(treedef: TreeDef) -> Iterable[str | None]:
-    """The steps to the children of a node."""
+    """Returns the steps to the children of a node; None for a step without a name."""
     cls: Any = treedef.type
     if cls in (None, dict, list, tuple):
         return map(str, treedef.entries())
@@ -144,7 +167,7 @@ def _component(entry: optree.PyTreeEntry) -> str | None:
 
 
 def matches(pattern: str, path: str, between: str = "/") -> bool:
-    """Return whether a pattern fits a path: name by name, ``**`` any number of names.
+    """Returns whether a pattern fits a path: name by name, ``**`` any number of names.
 
     Within a name ``*``, ``?`` and ``[...]`` are what they are in names of files.
 
@@ -159,39 +182,42 @@ def matches(pattern: str, path: str, between: str = "/") -> bool:
 def _fits(patterns: list[str], names: list[str]) -> bool:
     if not patterns:
         return not names
-    first, *rest = patterns
+    first, *others = patterns
     if first == "**":
-        return any(_fits(rest, names[i:]) for i in range(len(names) + 1))
-    return bool(names) and fnmatchcase(names[0], first) and _fits(rest, names[1:])
+        return any(_fits(others, names[i:]) for i in range(len(names) + 1))
+    return bool(names) and fnmatchcase(names[0], first) and _fits(others, names[1:])
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """The names that are most like one that is not among them, as text.
+    """Returns, as text, the known names that are most like ``name``.
 
     >>> nearest("wieght", ["bias", "weight"])
     "'weight' (2 in all)"
     """
     names = list(known)
-    found = get_close_matches(name, names[:1000], 3, 0.4) or names[:3]
-    return f"{', '.join(map(repr, found))} ({len(names)} in all)"
+    similar = get_close_matches(name, names[:1000], 3, 0.4) or names[:3]
+    return f"{', '.join(map(repr, similar))} ({len(names)} in all)"
 
 
-def meant(name: str, known: Iterable[str]) -> str:
-    """The one of ``known`` that was perhaps meant, as the end of a sentence, or "".
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """Returns the end of a sentence that asks if another name was meant, or "".
 
-    >>> meant("dota", ["data", "pipe"]), meant("x", ["data"])
+    >>> did_you_mean("dota", ["data", "pipe"]), did_you_mean("x", ["data"])
     (' (did you mean "data"?)', '')
     """
-    found = get_close_matches(name, list(known), 1, 0.5)
-    return f' (did you mean "{found[0]}"?)' if found else ""
+    similar = get_close_matches(name, list(known), 1, 0.5)
+    return f' (did you mean "{similar[0]}"?)' if similar else ""
 
 
 class Node(NamedTuple):
     """One level of a tree: what it is, without what lies below.
 
-    A class of nodes may say what one is to a message, by a method ``tree_text``, and
-    what to do where another kind stands in its place, by ``tree_advice``. By a method
-    ``tree_beside(other)`` it may take what is no such node for its children in a map.
+    A registered class may have, for messages and maps:
+
+    - a method ``tree_text()``, what an error calls one of its values;
+    - an attribute ``tree_advice``, what to do where another kind stands in its place;
+    - a method ``tree_beside(other)``, which returns what stands beside the children in
+      a map, where ``other`` is no such node but fits all the same; else None.
     """
 
     value: Any
@@ -199,8 +225,8 @@ class Node(NamedTuple):
     children: list[Any]
 
     @classmethod
-    def of(cls, value: Any, is_leaf: IsLeaf | None) -> "Node":
-        """Return the top level of the tree `value`."""
+    def of(cls, value: Tree, is_leaf: IsLeaf | None) -> "Node":
+        """Returns the top level of the tree `value`."""
         if is_leaf is not None and is_leaf(value):
             return cls(value, optree.treespec_leaf(), [value])
         children, treedef = optree.tree_flatten(
@@ -217,19 +243,19 @@ class Node(NamedTuple):
     def is_leaf(self) -> bool:
         return self.treedef.is_leaf()
 
-    def same(self, other: "Node") -> bool:
-        """Return whether the two levels are alike."""
+    def is_same(self, other: "Node") -> bool:
+        """Returns whether the two levels are alike."""
         return self.treedef == other.treedef
 
-    def leads(self, other: "Node") -> bool:
-        """Return whether `map` may go on from this level into `other`."""
+    def maps_onto(self, other: "Node") -> bool:
+        """Returns whether `map` may go on from this level into `other`."""
         return self.is_leaf or self.below(other.value) is not None
 
-    def below(self, other: Any) -> list[Any] | None:
-        """Return what stands beside the children in another tree; None: it differs."""
+    def below(self, other: Tree) -> list[Any] | None:
+        """Returns what stands beside the children in another tree; None: it differs."""
         beside = getattr(type(self.value), "tree_beside", None)
-        if beside is not None and (found := beside(self.value, other)) is not None:
-            return found
+        if beside is not None and (children := beside(self.value, other)) is not None:
+            return children
         try:
             return self.treedef.flatten_up_to(other)
         except ValueError:
@@ -237,8 +263,8 @@ class Node(NamedTuple):
 
     def __str__(self) -> str:
         value, kind = self.value, type(self.value).__name__
-        if (told := getattr(type(value), "tree_text", None)) is not None:
-            return told(value)
+        if (tree_text := getattr(type(value), "tree_text", None)) is not None:
+            return tree_text(value)
         if self.is_leaf:
             shape = getattr(value, "shape", None)
             return f"a leaf ({kind}{'' if shape is None else f' {list(shape)}'})"
@@ -246,46 +272,49 @@ class Node(NamedTuple):
             return "None"
         if isinstance(value, Mapping):
             keys = self.treedef.entries()
-            more = len(keys) - KEYS_SHOWN
-            tail = f" and {more} more" if more > 0 else ""
+            hidden = len(keys) - KEYS_SHOWN
+            tail = f" and {hidden} more" if hidden > 0 else ""
             return f"{kind} with keys {keys[:KEYS_SHOWN]}{tail}"
         if optree.is_namedtuple(value):
             return f"{kind} with fields {self.components}"
         return f"{kind} of {len(self.children)}"
 
-    def told_from(self, actual: "Node") -> str:
-        """Return what tells the level found from this one, which was expected."""
-        mine, other = self.value, actual.value
-        kinds = type(mine), type(other)
+    def describe_difference(self, actual: "Node") -> str:
+        """Returns how the actual level differs from this one, which was expected."""
+        kinds = type(self.value), type(actual.value)
         advice = next(filter(None, map(_advice, kinds)), "")
         if advice or kinds[0] is not kinds[1] or self.is_leaf != actual.is_leaf:
             return f"expected {self}, found {actual}{advice and '. '}{advice}"
-        if isinstance(mine, Mapping):
-            here, there = self.treedef.entries(), actual.treedef.entries()
-            if here != there:
-                return _keys_told_apart(here, there)
+        if isinstance(self.value, Mapping):
+            expected_keys, actual_keys = (
+                self.treedef.entries(),
+                actual.treedef.entries(),
+            )
+            if expected_keys != actual_keys:
+                return _describe_keys(expected_keys, actual_keys)
         if len(self.children) != len(actual.children):
             return f"expected length {len(self.children)}, found {len(actual.children)}"
         return (
-            f"the static data of {type(mine).__name__} differ: "
+            f"the static data of {kinds[0].__name__} differ: "
             f"expected {self.treedef}, found {actual.treedef}"
         )
 
 
 def _advice(kind: type) -> str:
-    """The advice of a class of nodes on mismatches."""
+    """Returns the advice of a class of nodes on mismatches, or ""."""
     return getattr(kind, "tree_advice", "")
 
 
-def _keys_told_apart(expected: list[Any], actual: list[Any]) -> str:
+def _describe_keys(expected: list[Any], actual: list[Any]) -> str:
+    """Returns how two lists of keys differ."""
     if max(len(expected), len(actual)) <= KEYS_SHOWN:
         return f"expected keys {expected}, found {actual}"
-    theirs, mine = set(actual), set(expected)
-    missing = [key for key in expected if key not in theirs]
-    extra = [key for key in actual if key not in mine]
+    actual_keys, expected_keys = set(actual), set(expected)
+    missing = [key for key in expected if key not in actual_keys]
+    extra = [key for key in actual if key not in expected_keys]
     if not missing and not extra:
-        at = [a == b for a, b in zip(expected, actual, strict=True)].index(False)
-        return f"expected key {expected[at]!r} at position {at}, found {actual[at]!r}"
+        i = [a == b for a, b in zip(expected, actual, strict=True)].index(False)
+        return f"expected key {expected[i]!r} at position {i}, found {actual[i]!r}"
     cut = slice(KEYS_SHOWN)
     return (
         f"of {len(expected)} keys {len(missing)} missing {missing[cut]}, "
@@ -300,21 +329,26 @@ def differences(
     alike: Callable[[Node, Node], bool],
     path: str = "",
 ) -> Iterator[tuple[str, str]]:
-    """Yield (path, what differs) for every smallest subtree in which the two differ."""
-    mine, other = Node.of(expected, is_leaf), Node.of(actual, is_leaf)
-    if not alike(mine, other):
-        yield path, mine.told_from(other)
-    elif not mine.is_leaf:
-        below = mine.components, mine.children, mine.below(actual) or ()
+    """Yields (path, what differs) for every smallest subtree in which the two differ.
+
+    Args:
+        alike: whether two levels count as one, of which what is below is compared.
+        path: of these two trees, in larger ones.
+    """
+    node, other = Node.of(expected, is_leaf), Node.of(actual, is_leaf)
+    if not alike(node, other):
+        yield path, node.describe_difference(other)
+    elif not node.is_leaf:
+        below = node.components, node.children, node.below(actual) or ()
         for component, left, right in zip(*below, strict=True):
             inner = "/".join(part for part in (path, component) if part)
             yield from differences(left, right, is_leaf, alike, inner)
 
 
-def message(opening: str, found: list[tuple[str, str]]) -> str:
-    """Return one sentence: the first difference and how many others there are."""
-    path, difference = found[0]
+def mismatch_message(opening: str, places: list[tuple[str, str]]) -> str:
+    """Returns one sentence: the first difference and how many others there are."""
+    path, difference = places[0]
     place = repr(path) if path else "the root"
-    more = len(found) - 1
-    tail = f" (and at {more} more place{'s' if more > 1 else ''})" if more else ""
+    others = len(places) - 1
+    tail = f" (and at {others} more place{'s' if others > 1 else ''})" if others else ""
     return f"{opening} at {place}: {difference}{tail}"
