@@ -18,6 +18,7 @@ from fsfunc import tree
 from fsfunc._torch import operator_graphs
 from fsfunc.comm.mesh import maybe_here
 from fsfunc.core.frames import frame, inside
+from fsfunc.core.units import Call
 from fsfunc.runtime.generators import drawn_elsewhere
 from fsfunc.runtime.scopes import BeforeRuns, in_graph
 from fsfunc.sharded.donated import Everything
