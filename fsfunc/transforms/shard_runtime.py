@@ -44,7 +44,7 @@ from fsfunc.transforms.gathers import (
     Micro,
 )
 from fsfunc.transforms.gradient_sums import GradientSums
-from fsfunc.transforms.messages.wire import as_buffer
+from fsfunc.transforms.messages.wire import pack_parts
 from fsfunc.transforms.ownership import Ownership
 from fsfunc.transforms.shard_options import GroupTable, ShardOptions
 from fsfunc.tree.types import Leaf, PyTree
@@ -335,7 +335,7 @@ class ShardRuntime:
                         self.sums.observed.joined(call, shard)
                     return None
         if self.sums.packs_in_graph:
-            buffer = as_buffer(buffer, shard, call.dtypes.reduced)
+            buffer = pack_parts(buffer, shard, call.dtypes.reduced)
         if not call.summed_by_runtime:
             return buffer
         self.sums.add(call, shard, buffer)
