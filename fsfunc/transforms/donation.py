@@ -157,6 +157,13 @@ class Memory:
         all_apart: whether each leaf occurs once, in memory of its own.
     """
 
+    leaves: list[Leaf]
+    all_plain: bool
+    tensors: list[Tensor]
+    written: list[Tensor]
+    keys: list[int]
+    all_apart: bool
+
     def __init__(self, leaves: list[Leaf]):
         dense = [x for x in leaves if type(x) in _DENSE]
         self.leaves, self.all_plain = leaves, _are_plain(leaves, dense)

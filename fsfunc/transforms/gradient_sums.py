@@ -13,7 +13,7 @@ is free. `Gradients.take_sums` puts ``grads`` into the tree of gradients.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -85,6 +85,16 @@ class GradientSums:
             sum over replicas is.
     """
 
+    groups: GroupTable
+    pool: BufferPool
+    defers: bool
+    zero: int
+    reduce_each: bool
+    reduction: Reduction
+    steps: GradientSteps | None
+    exact: bool
+    depth: int
+
     def __init__(
         self,
         groups: GroupTable,
@@ -99,14 +109,14 @@ class GradientSums:
         self.groups, self.pool, self.defers = groups, pool, defers
         self.zero, self.reduce_each = options.zero, options.reduce_each
         self.reduction = reduction = options.reduction
-        self.send = (
+        self.send: Callable[..., Handle] = (
             reduction.send if feedback is None else partial(feedback.send, reduction)
         )
         self.steps, self.exact = steps, reduction.exact and feedback is None
-        self.observed = Observed(observers) if observers else None
-        self.float16_divisor = divisor_before_sum(groups.mean_size)
+        self.observed: Observed | None = Observed(observers) if observers else None
+        self.float16_divisor: int = divisor_before_sum(groups.mean_size)
         compiler, self.depth = frame().compiler, len(frame().micro)
-        self.packs_in_graph = compiler is not None and compiler.whole
+        self.packs_in_graph: bool = compiler is not None and compiler.whole
         self.grads: dict[int, Tensor] = {}
         self.began_as_means: frozenset[int] = frozenset()
         self.unfinished_calls: dict[int, set[tuple[int, ...]]] = {}

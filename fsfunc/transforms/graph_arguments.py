@@ -50,23 +50,30 @@ class Arguments:
         batch: the other arguments.
     """
 
+    leaves: list[Leaf]
+    treedef: tree.TreeDef
+
     def __init__(self, args: tuple[PyTree, ...], keywords: dict[str, PyTree]):
         self.leaves, self.treedef = tree.flatten((args, keywords), is_leaf=is_sharded)
         if any_spent(self.leaves):
             refuse_spent((args, keywords))
         state_count = self.treedef.child(0).child(0).num_leaves if args else 0
         state = self.leaves[:state_count]
-        self.number_positions = [
+        self.number_positions: list[int] = [
             i for i, x in enumerate(state) if type(x) in (int, float)
         ]
         for i in self.number_positions:
             if type(x := self.leaves[i]) is int and float(x) != x:
                 raise ValueError(_LARGE.format(x))
-        self.buffers = distinct_buffers(self.leaves)
-        self.layouts = [x.layout for x in self.leaves if isinstance(x, Sharded)]
-        self.batch = (args[1:], keywords)
-        self.state_def = self.treedef.child(0).child(0) if args else None
-        self.key = self._make_key()
+        self.buffers: list[Tensor] = distinct_buffers(self.leaves)
+        self.layouts: list[Layout] = [
+            x.layout for x in self.leaves if isinstance(x, Sharded)
+        ]
+        self.batch: tuple[tuple[PyTree, ...], dict[str, PyTree]] = (args[1:], keywords)
+        self.state_def: tree.TreeDef | None = (
+            self.treedef.child(0).child(0) if args else None
+        )
+        self.key: tuple[Hashable, ...] = self._make_key()
 
     def eager_key(self) -> tuple[Hashable, ...]:
         """Returns the key by which calls share one without a graph.

@@ -104,6 +104,12 @@ class _TracedCollective(Handle):
         number: its position in ``link.calls``.
     """
 
+    link: GraphLink
+    x: Tensor
+    y: Tensor
+    out: Tensor | None
+    number: int
+
     result: Tensor | None = None
 
     def __init__(

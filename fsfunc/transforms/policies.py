@@ -186,7 +186,7 @@ class Tape:
 
     def __init__(self, policy: Policy):
         self.policy = policy
-        self.makers = StorageTable[_OpOutput | None]()
+        self.makers: StorageTable[_OpOutput | None] = StorageTable()
         self.saved: dict[int, _OpOutput] = {}
         self.values: dict[int, tuple[Tensor, int]] = {}
 
@@ -281,6 +281,9 @@ class _OpCounter(_torch.OperatorMode):
     Args:
         run: ``run(number, func, args, kwargs)``.
     """
+
+    run: Callable[[int, _torch.OpOverload, _torch.Args, _torch.Kwargs], Any]
+    count: int
 
     def __init__(
         self, run: Callable[[int, _torch.OpOverload, _torch.Args, _torch.Kwargs], Any]

@@ -155,6 +155,9 @@ class StepGraph:
         kernels: what the compiler has made; None before.
     """
 
+    trace: StepTrace
+    traced: operator_graphs.TracedStep
+
     kernels: Callable[..., Sequence[Any]] | None = None
 
     def __init__(self, trace: StepTrace):

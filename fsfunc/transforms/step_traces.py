@@ -74,6 +74,11 @@ class StepTrace:
             tensor for the rate that it returns.
     """
 
+    out: list[Leaf]
+    shadow_leaves: list[Leaf]
+    traced: operator_graphs.TracedStep
+    returned: Returned
+
     whole = True
     before: BeforeRuns
     claims: Claims
@@ -105,12 +110,14 @@ class StepTrace:
             call = node.target, node.args, node.kwargs
             if operator_graphs.is_operator(node.target) and is_random(*call):
                 raise RuntimeError(_DRAWS.format(node.target))
-        self.asked = self._find_asked()
+        self.asked: list[tuple[Callable[[Leaf], Any], int, Tensor]] = self._find_asked()
         self.out, treedef = tree.flatten(self.out, is_leaf=is_sharded)
         self._check_alike(treedef)
         sources = {id(x): (True, i) for i, x in enumerate(inputs)}
         sources |= {id(x): (False, i) for i, x in enumerate(self.traced.made)}
-        self.sources = [sources.get(id(buffer_of(x))) for x in self.out]
+        self.sources: list[tuple[bool, int] | None] = [
+            sources.get(id(buffer_of(x))) for x in self.out
+        ]
 
     def _run_for_shapes(
         self, f: Callable[..., PyTree], arguments: Arguments, donates: bool
@@ -133,7 +140,7 @@ class StepTrace:
         """
         self.compared: list[tuple[FirstCalls, Callable[..., PyTree], Frame]] = []
         at = maybe_here()
-        self.link = None if at is None else GraphLink(at)
+        self.link: GraphLink | None = None if at is None else GraphLink(at)
         at = at and replace(at, link=self.link)
         around = frame().replace(
             compiler=self, donated=Everything() if donates else None

@@ -74,9 +74,12 @@ class StackLayouts:
         axis: the axes along which copies differ.
     """
 
+    mesh: Mesh
+    axis: tuple[str, ...]
+
     def __init__(self, mesh: Mesh, axis: tuple[str, ...]):
         self.mesh, self.axis = mesh, axis
-        self.sizes = {a: mesh.axes[a] for a in axis}
+        self.sizes: dict[str, int] = {a: mesh.axes[a] for a in axis}
         # By the id of a layout, since layouts compare without their names: that layout
         # (which keeps its id) and what it became, both ways. Of buffers by the id of
         # their members, and by rank too. So leaves keep one layout from step to step.

@@ -96,10 +96,10 @@ class Gossip(LocalUpdates):
 
     def __init__(self, mesh: Mesh, axis: Axis, graph: Graph, every: int):
         super().__init__(mesh, axis, every)
-        self.graph = _check_graph(graph, mesh.axis_size(axis))
+        self.graph: tuple[Moves, ...] = _check_graph(graph, mesh.axis_size(axis))
         n = mesh.axis_size(axis)
         is_regular = all(_is_regular(moves, n) for moves in self.graph)
-        self.first_weights = () if is_regular else (1.0,) * n
+        self.first_weights: tuple[float, ...] = () if is_regular else (1.0,) * n
 
     @property
     def configuration(self) -> tuple[tuple[str, Any], ...]:

@@ -103,12 +103,15 @@ class LocalUpdates(Interpretation):
         every: the number of steps between two synchronisations.
     """
 
+    mesh: Mesh
+    axes: tuple[str, ...]
+
     def __init__(self, mesh: Mesh, axis: Axis, every: int):
         self.mesh, self.axes = mesh, check_mesh(mesh, self.called).check(axis)
         if not isinstance(every, int) or every < 1:
             raise ValueError(f"{self.called}(every={every!r}): steps, at least 1")
         self.every = every
-        self.stacks = StackLayouts(mesh, self.axes)
+        self.stacks: StackLayouts = StackLayouts(mesh, self.axes)
 
     @property
     def configuration(self) -> tuple[tuple[str, Any], ...]:

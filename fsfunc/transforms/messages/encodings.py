@@ -78,7 +78,7 @@ class QuantizedGather(Gather):
     exact = False
 
     def __init__(self, block: int = 256):
-        self.block = _multiple_of_4(block)
+        self.block: int = _multiple_of_4(block)
 
     def encode(self, part: Tensor, dtype: torch.dtype) -> Tensor:
         return quantized(part, self.block)
@@ -110,7 +110,7 @@ class QuantizedReduction(Reduction):
     exact = False
 
     def __init__(self, block: int = 256):
-        self.block = _multiple_of_4(block)
+        self.block: int = _multiple_of_4(block)
 
     def encode(self, buffer: Tensor, ranks: int) -> Tensor:
         return quantized(buffer.view(ranks, -1), self.block)

@@ -52,6 +52,9 @@ class HierarchicalGather(Gather):
     HierarchicalGather(across='node', keeps=True, of=Gather())
     """
 
+    across: str
+    of: Gather
+
     def __init__(self, across: str, of: Gather | None = None, *, keep: bool = False):
         self.across, self.of = across, Gather() if of is None else of
         self.keeps = keep
@@ -101,6 +104,9 @@ class HierarchicalReduction(Reduction):
     >>> HierarchicalReduction("node").exact
     True
     """
+
+    across: str
+    of: Reduction
 
     def __init__(self, across: str, of: Reduction | None = None):
         self.across, self.of = across, Reduction() if of is None else of
