@@ -129,7 +129,7 @@ class _Accumulate(Interpretation):
         with inside(outer.replace(handlers=(*outer.handlers, copy))):
             return f(*args, **keywords)
 
-    def recorded(self, recorder: Any) -> Interpretation:
+    def recorded(self, recorder: Tracer) -> Interpretation:
         return _Accumulate(self.n, self.batch_argnums, runs_once=True)
 
     def gradient(self, run: RunGradient) -> RunGradient:

@@ -27,16 +27,18 @@ from fsfunc.runtime.memory import pool_of
 class GraphCollective:
     """A collective of a graph: what its node starts on ``axis`` of ``mesh``.
 
-    ``compared``: as of a `RankGroup`. It is that of the step without its graph: another
-    rank may run that, and both must say of a collective the same.
+    Args:
+        compared: as of a `RankGroup`. It is that of the step without its graph: another
+            rank may run that, and both must describe the collective alike.
+        name: the buffer's; ``options``: the arguments of the operation.
     """
 
     op: str
     mesh: Mesh
     axis: tuple[str, ...]
     compared: bool
-    what: str
-    how: dict[str, Any]
+    name: str
+    options: dict[str, Any]
     label: tuple[str, str]
 
 
@@ -163,7 +165,7 @@ class Run:
         x = x.contiguous()
         with label(*call.label):
             out = y if y.is_contiguous() else None
-            handle = where.start(call.op, x, out=out, what=call.what, **call.how)
+            handle = where.start(call.op, x, out=out, what=call.name, **call.options)
         # With what is sent, which the compiler might free.
         self.in_flight[number] = handle, x
 

@@ -18,6 +18,7 @@ from fsfunc import tree
 from fsfunc.comm.tracebacks import api_boundary
 from fsfunc.core.execution_context import running
 from fsfunc.core.frames import Frame, Interpretation, transformed
+from fsfunc.core.tracers import Tracer
 from fsfunc.core.units import Call
 from fsfunc.sharded.leaf import Sharded, is_sharded
 from fsfunc.transforms.policies import MODES, MinCut, Policy, recomputes
@@ -147,7 +148,7 @@ class _Remat(Interpretation):
         calls = () if self.calls is None else (("calls", sorted(self.calls)),)
         return (*calls, ("policy", policy))
 
-    def recorded(self, recorder: Any) -> Interpretation:
+    def recorded(self, recorder: Tracer) -> Interpretation:
         return Interpretation()  # what is recorded is computed once
 
     def unit(self, run: Function, call: Call) -> Function:

@@ -245,7 +245,7 @@ class StepGraph:
             tensors: the inputs of the graph; ``made``: its outputs.
         """
         # A leaf that the step hands on unchanged is the one that it was given.
-        given = {
+        argument_leaves = {
             (id(buffer_of(x)), id(x.layout)): x
             for x in arguments.leaves
             if is_sharded(x)
@@ -261,7 +261,11 @@ class StepGraph:
             value = tensors[i] if is_input else made[i]
             was_written = is_input and i in written
             if isinstance(x, Sharded):
-                same = None if was_written else given.get((id(value), id(x.layout)))
+                same = (
+                    None
+                    if was_written
+                    else argument_leaves.get((id(value), id(x.layout)))
+                )
                 leaf = _leaf_over(value, x, by_buffer) if same is None else same
                 leaves.append(leaf)
             elif kind in (int, float):

@@ -25,6 +25,7 @@ from fsfunc.comm.groups import RankGroup, group
 from fsfunc.comm.mesh import Axis, Here, Mesh, check_mesh, here
 from fsfunc.comm.tracebacks import api_boundary
 from fsfunc.core.frames import Frame, Interpretation, frame, inside, transformed
+from fsfunc.core.tracers import Tracer
 from fsfunc.optim.leaves import origins
 from fsfunc.optim.schedules import answers
 from fsfunc.sharded.leaf import is_sharded
@@ -149,7 +150,7 @@ class LocalUpdates(Interpretation):
 
     # Calls
 
-    def recorded(self, recorder: Any) -> Interpretation:
+    def recorded(self, recorder: Tracer) -> Interpretation:
         return _OnPlainState(self)
 
     def first_state(self, state: PyTree) -> LocalState:

@@ -158,7 +158,7 @@ class _LevelGather(Handle):
         first: under way; ``remaining``: the levels after it.
         target: where the last one arrives, or None.
         finish: makes the result of what arrived there.
-        what: the buffer, for the ledger.
+        name: the buffer, for the ledger.
     """
 
     def __init__(
@@ -167,11 +167,11 @@ class _LevelGather(Handle):
         remaining: Sequence[RankGroup],
         target: Tensor | None,
         finish: Callable[[Tensor], Tensor],
-        what: str,
+        name: str,
     ):
         self.first: Handle | None = first
         self.remaining, self.target = remaining, target
-        self.finish, self.what = finish, what
+        self.finish, self.name = finish, name
 
     def done(self) -> bool:
         return self.first is None
@@ -181,7 +181,7 @@ class _LevelGather(Handle):
             x, self.first = self.first.wait(), None
             for i, level in enumerate(self.remaining):
                 out = self.target if i == len(self.remaining) - 1 else None
-                x = level.start("all_gather", x, out=out, what=self.what).wait()
+                x = level.start("all_gather", x, out=out, what=self.name).wait()
             self.gathered = self.finish(x)
             self.target = None
         return self.gathered
@@ -200,10 +200,10 @@ class _PartialLevels(KeptGather):
         where: RankGroup,
         levels: Sequence[RankGroup],
         out: Tensor,
-        what: str,
+        name: str,
     ):
         self.first: Handle | None = first
-        self.where, self.levels, self.what = where, levels, what
+        self.where, self.levels, self.name = where, levels, name
         self.out: Tensor | None = out
 
     def done(self) -> bool:
@@ -211,7 +211,7 @@ class _PartialLevels(KeptGather):
 
     def wait(self) -> Tensor:
         if (out := self.out) is None:
-            raise RuntimeError(f"the gather of {self.what} was waited for already")
+            raise RuntimeError(f"the gather of {self.name} was waited for already")
         self.out = None
         return self.again(out).wait()
 
@@ -219,25 +219,25 @@ class _PartialLevels(KeptGather):
         if self.first is not None:
             self.of_nodes = self.first.wait()
             self.first = None
-            count_as("gathered", [self.of_nodes], self.what.partition("(")[0])
+            count_as("gathered", [self.of_nodes], self.name.partition("(")[0])
         level, *remaining = self.levels[1:]
         target, finish = _find_target(self.where, self.levels, out)
         # Only the last level arrives in the target.
         direct = None if remaining else target
-        handle = level.start("all_gather", self.of_nodes, out=direct, what=self.what)
-        return _LevelGather(handle, remaining, target, finish, self.what)
+        handle = level.start("all_gather", self.of_nodes, out=direct, what=self.name)
+        return _LevelGather(handle, remaining, target, finish, self.name)
 
 
-def _start_whole_sum(sent: Tensor, levels: Sequence[RankGroup], what: str) -> Handle:
+def _start_whole_sum(sent: Tensor, levels: Sequence[RankGroup], name: str) -> Handle:
     """Starts a sum of which each rank receives all, as at zero=0."""
     *within, across = levels
     padding = -len(sent) % math.prod(level.size for level in within)
     x = torch.nn.functional.pad(sent, (0, padding))
     for level in within:
-        x = level.start("psum_scatter", x, what=what).wait()
-    first = across.start("psum", x, what=what)
+        x = level.start("psum_scatter", x, what=name).wait()
+    first = across.start("psum", x, what=name)
     count = len(sent)
-    return _LevelGather(first, within[::-1], None, lambda x: x[:count], what)
+    return _LevelGather(first, within[::-1], None, lambda x: x[:count], name)
 
 
 def _levels_inwards(where: RankGroup, across: str) -> list[RankGroup]:

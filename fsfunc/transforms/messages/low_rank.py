@@ -199,16 +199,16 @@ class _LowRank(Feedback):
         self.rank, self.min_rate = rank, min_rate
         self.in_flight: dict[str, _LowRankSum] = {}
 
-    def check(self, how: Reduction) -> None:
-        if not how.exact:
+    def check(self, reduction: Reduction) -> None:
+        if not reduction.exact:
             raise ValueError(
-                f"powersgd sums gradients its own way, and {how!r} would not be used: "
-                "leave reduction= out, or keep it with ff.error_feedback"
+                f"powersgd sums gradients its own way, and {reduction!r} would not be "
+                "used: leave reduction= out, or keep it with ff.error_feedback"
             )
 
     def send(
         self,
-        how: Reduction,
+        reduction: Reduction,
         buffer: Tensor,
         shard: FlatShard,
         where: RankGroup,
@@ -216,7 +216,7 @@ class _LowRank(Feedback):
     ) -> Handle:
         parts = _BufferParts.of(shard, self.rank, self.min_rate)
         if not parts.matrices:
-            return how.send(buffer, shard, where, whole)
+            return reduction.send(buffer, shard, where, whole)
         # Of another call of this buffer, which leaves the rows that this starts from.
         if (earlier := self.in_flight.pop(shard.buffer, None)) is not None:
             earlier.wait()

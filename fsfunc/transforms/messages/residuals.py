@@ -225,33 +225,33 @@ class _ErrorFeedback(Feedback):
 
     called = "error_feedback"
 
-    def check(self, how: Reduction) -> None:
-        if how.exact:
+    def check(self, reduction: Reduction) -> None:
+        if reduction.exact:
             raise ValueError(_NOTHING_LOST)
 
     def send(
         self,
-        how: Reduction,
+        reduction: Reduction,
         buffer: Tensor,
         shard: FlatShard,
         where: RankGroup,
         whole: bool,
     ) -> Handle:
-        sent = self._encode(how, buffer, shard, where.size)
-        return how.move(sent, where, whole, shard.name)
+        sent = self._encode(reduction, buffer, shard, where.size)
+        return reduction.move(sent, where, whole, shard.name)
 
     def _encode(
-        self, how: Reduction, buffer: Tensor, shard: FlatShard, ranks: int
+        self, reduction: Reduction, buffer: Tensor, shard: FlatShard, ranks: int
     ) -> Tensor:
         """Encodes a gradient and its residual; the new residual is what is lost."""
         rows = self.find_rows(shard)
         if rows is None:
-            return how.encode(buffer, ranks)
+            return reduction.encode(buffer, ranks)
         # Residuals are those of the loss itself, so that a change of scale keeps them.
         total = buffer.float().add(rows[0], alpha=self.scale)
         # Not ``total`` itself: the encoding may be a view of what it is given.
-        sent = how.encode(buffer.copy_(total), ranks)
-        lost = total.sub_(how.sent(sent, total.numel() // ranks))
+        sent = reduction.encode(buffer.copy_(total), ranks)
+        lost = total.sub_(reduction.sent(sent, total.numel() // ranks))
         # What overflowed is not remembered: such a step is skipped, or lost anyway.
         residual = lost.nan_to_num_(0.0, 0.0, 0.0).div_(self.scale)
         self.new_rows[shard.buffer] = (residual,)

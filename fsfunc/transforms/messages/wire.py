@@ -116,7 +116,7 @@ class Gather(_Message):
         """Raises if it cannot be used over these axes of a mesh."""
 
     def encode(self, part: Tensor, dtype: torch.dtype) -> Tensor:
-        """The tensor to send for this rank's range of the buffer."""
+        """Returns the tensor to send for this rank's range of the buffer."""
         return part.to(dtype)
 
     def move(self, sent: Tensor, where: RankGroup, out: Tensor, what: str) -> Handle:
@@ -124,11 +124,12 @@ class Gather(_Message):
 
         If it returns a `KeptGather`, the backward gathers by its ``again``.
         """
-        # `decode` may write what arrives, and this rank's part of it is what is sent.
+        # Nobody writes an exact one, so ranks may share memory. A `decode` may write
+        # what arrives, of which this rank's part is what it sent.
         return where.start("all_gather", sent, out=out, what=what, spent=self.exact)
 
     def decode(self, arrived: Tensor, dtype: torch.dtype, count: int) -> Tensor:
-        """The whole buffer in ``dtype``: ``count`` elements of each rank, in order."""
+        """Returns the whole buffer in ``dtype``: ``count`` elements of each rank."""
         return arrived
 
 
@@ -154,11 +155,11 @@ class Reduction(_Message):
         """Raises if it cannot be used over these axes of a mesh, or at ``zero``."""
 
     def encode(self, buffer: Tensor, ranks: int) -> Tensor:
-        """The tensor to send for this rank's gradient of the whole buffer."""
+        """Returns the tensor to send for this rank's gradient of the whole buffer."""
         return buffer
 
     def sent(self, encoded: Tensor, count: int) -> Tensor:
-        """The gradient that ``encoded`` stands for, ``count`` elements for each range.
+        """Returns the gradient that ``encoded`` stands for, ``count`` of each range.
 
         In float32. ``error_feedback`` computes the error of the encoding from it.
         """
@@ -175,7 +176,7 @@ class Reduction(_Message):
         return where.start(("psum_scatter", "psum")[whole], sent, what=what, spent=True)
 
     def decode(self, arrived: Tensor, dtype: torch.dtype, count: int | None) -> Tensor:
-        """The summed gradient: ``count`` elements in ``dtype``.
+        """Returns the summed gradient: ``count`` elements in ``dtype``.
 
         With ``count=None`` padding is kept, for a partial sum that is reduced again.
         """
