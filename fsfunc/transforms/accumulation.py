@@ -47,7 +47,7 @@ from fsfunc.tree.types import PyTree
 def accumulate(
     f: Callable[..., Any], n: int, *, batch_argnums: Argnums | None = None
 ) -> Callable[..., Any]:
-    """``f`` with each gradient call run on ``n`` microbatches, one after another.
+    """Runs each gradient call of ``f`` on ``n`` microbatches, one after another.
 
     It equals the plain loop: the mean of the microbatches' values and gradients (with
     ``Weighted`` losses, the sum of totals over the sum of weights). Of the auxiliary

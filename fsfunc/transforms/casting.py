@@ -28,7 +28,7 @@ def precision(
     gradients: torch.dtype | None = None,
     overrides: Mapping[str, torch.dtype | None] | None = None,
 ) -> Callable[..., Any]:
-    """``f`` with units computing in ``compute`` on parameters kept as they are.
+    """Runs the units of ``f`` in ``compute``, on parameters kept as they are.
 
     A unit's parameters and floating inputs are cast; under ``shard`` the rank's part is
     cast before the gather, which then moves the smaller dtype, and no full-size copy in

@@ -37,7 +37,7 @@ def jit(
     whole_step: bool = False,
     **options: Any,
 ) -> Callable[..., Any]:
-    """``f`` with its units compiled, forward and backward, each function once.
+    """Compiles the units of ``f``, forward and backward, each function once.
 
     In a train step an update without a fused kernel of torch's compiles too, to one
     pass over memory: Lion (0.42 of the plain time on 8.4M parameters), the directions

@@ -52,7 +52,7 @@ _SPOILED = (
 
 @api_boundary
 def donate(step: Callable[..., Any]) -> Callable[..., Any]:
-    """``step``, which may overwrite the state, its first argument.
+    """Lets ``step`` overwrite the state, its first argument.
 
     The result is that of ``step``, in less memory: optimizers update in place, where
     the memory has no other users. A view or a graph that you keep still has the old

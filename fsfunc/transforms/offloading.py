@@ -55,7 +55,7 @@ def offload(
     moments: Where = None,
     activations: Where = None,
 ) -> Callable[..., Any]:
-    """``f`` with parameters, moments or saved activations outside the device's memory.
+    """Keeps parameters, moments or activations of ``f`` outside the device's memory.
 
     Each of them is given a place: ``"host"`` is the host's memory (pinned if the device
     is a GPU), a path is a folder, on whose disk files are mapped, and a ``Store`` is a

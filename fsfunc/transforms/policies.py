@@ -133,7 +133,7 @@ _TAPES: ContextVar[tuple[Tape, ...]] = ContextVar("fsfunc_tapes", default=())
 
 
 def checkpoint_name(x: Tensor, name: str) -> Tensor:
-    """``x``, known by ``name`` to the policy of a ``remat`` around the unit.
+    """Names ``x`` for the policy of a ``remat`` around the unit; returns it.
 
     What is kept is the output of the op that made ``x``. A value that was changed in
     place, or is a view of the unit's input, is recomputed whatever the policy says.

@@ -31,7 +31,7 @@ from fsfunc.tree.types import PyTree
 def remat(
     f: Callable[..., Any], policy: Policy | MinCut | str | None = None
 ) -> Callable[..., Any]:
-    """``f`` with each unit keeping its inputs alone, and computing again in backward.
+    """Saves only the inputs of each unit of ``f``, and recomputes it in the backward.
 
     The recompute runs under the same autocast, with the same random numbers (of torch's
     default generators, your own ``torch.Generator``, Python's ``random`` and numpy's
@@ -75,7 +75,7 @@ def remat_calls(
     calls: Iterable[int],
     policy: Policy | MinCut | str | None = None,
 ) -> Callable[..., Any]:
-    """``f`` with these of its loss's unit calls recomputed in the backward.
+    """Recomputes, in the backward, the given unit calls of the loss in ``f``.
 
     ``remat`` recomputes every unit; this one the calls of the given numbers, counted
     from 0 in the order in which the loss makes them, as ``program`` lists them. What a

@@ -263,7 +263,7 @@ def assign(params: list[Tensor], means: list[Tensor]) -> None:
 
 @api_boundary
 def consensus(state: LocalState) -> Any:
-    """The mean of the copies of a state, as one state of the ranks along an axis.
+    """Returns the mean of the copies of a state, as one state of the ranks.
 
     Floating leaves, moments too, are averaged (of 8-bit codes the decoded values), with
     the ranks' weights for ``gossip``. The state of ``slowmo`` is left out. The result

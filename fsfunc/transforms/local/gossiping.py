@@ -38,7 +38,7 @@ Moves = Sequence[Sequence[tuple[int, int]]]
 def gossip(
     step: Callable[..., Any], mesh: Mesh, axis: Axis, graph: Graph, *, every: int = 1
 ) -> Callable[..., Any]:
-    """``step`` for ranks along ``axis`` that train copies, and mix them with a few.
+    """Runs ``step`` on ranks along ``axis`` that train copies, and mix them with a few.
 
     Stochastic gradient push. Rank i has a numerator x_i and a weight w_i, at first 1;
     the step gets z_i = x_i / w_i and returns z'_i. With out_i the number of ranks that

@@ -17,7 +17,7 @@ Graph = list[list[Pairs]]
 
 
 def ring(n: int, peers: int = 1) -> Graph:
-    """Each rank to the next one; with two peers, to the one before it as well.
+    """Sends from each rank to the next one; with two peers, to the one before too.
 
     The same at all times. FairScale's ``RingGraph``.
 
@@ -32,7 +32,7 @@ def ring(n: int, peers: int = 1) -> Graph:
 
 
 def directed_exponential(n: int, peers: int = 1) -> Graph:
-    """To the ranks 1, -1, 2, -2, 4, -4, ... ahead, in turn.
+    """Sends to the ranks 1, -1, 2, -2, 4, -4, ... ahead, in turn.
 
     FairScale's ``DynamicDirectedExponentialGraph``; Assran et al., Stochastic gradient
     push, 2019.
@@ -46,7 +46,7 @@ def directed_exponential(n: int, peers: int = 1) -> Graph:
 
 
 def n_peer_exponential(n: int, peers: int = 1) -> Graph:
-    """To ``peers`` ranks at once: j (peers + 1)^i ahead for j = 1, ..., peers.
+    """Sends to ``peers`` ranks at once: j (peers + 1)^i ahead for j = 1, ..., peers.
 
     FairScale's ``NPeerDynamicDirectedExponentialGraph``, its default.
 
@@ -62,7 +62,7 @@ def n_peer_exponential(n: int, peers: int = 1) -> Graph:
 
 
 def directed_linear(n: int, peers: int = 1) -> Graph:
-    """To the ranks 1, -1, 3, -3, 5, ... ahead, in turn, all odd ones below ``n``.
+    """Sends to the ranks 1, -1, 3, -3, 5, ... ahead, in turn: the odd ones below ``n``.
 
     FairScale's ``DynamicDirectedLinearGraph``.
 
@@ -73,7 +73,7 @@ def directed_linear(n: int, peers: int = 1) -> Graph:
 
 
 def bipartite_exponential(n: int, peers: int = 1) -> Graph:
-    """Between even and odd ranks: to 1, -1, 3, -3, 5, -5, 9, -9, ... ahead, in turn.
+    """Sends between even and odd ranks: to 1, -1, 3, -3, 5, -5, 9, -9, ... ahead.
 
     FairScale's ``DynamicBipartiteExponentialGraph``.
 
@@ -89,7 +89,7 @@ def bipartite_exponential(n: int, peers: int = 1) -> Graph:
 
 
 def bipartite_linear(n: int, peers: int = 1) -> Graph:
-    """Between even and odd ranks: to 1, -1, 3, -3, 5, ... ahead, in turn.
+    """Sends between even and odd ranks: to 1, -1, 3, -3, 5, ... ahead, in turn.
 
     FairScale's ``DynamicBipartiteLinearGraph``.
 

@@ -45,7 +45,7 @@ from fsfunc.tree.types import PyTree
 def local_sgd(
     step: Callable[..., Any], mesh: Mesh, axis: Axis, *, every: int
 ) -> Callable[..., Any]:
-    """``step`` for ranks along ``axis`` that each train a copy of the state.
+    """Runs ``step`` on ranks along ``axis`` that each train a copy of the state.
 
     After each ``every`` steps the floating parameters become their mean over the axis.
     The rest of the state (moments, counts, statistics) stays the rank's own, and so

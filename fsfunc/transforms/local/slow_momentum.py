@@ -53,7 +53,7 @@ def slowmo(
     lr: float | Schedule,
     average_every: int | None = None,
 ) -> Callable[..., Any]:
-    """``step`` on each rank's own copy, and slow momentum after each ``every`` steps.
+    """Runs ``step`` on each rank's own copy, with slow momentum each ``every`` steps.
 
     With x_0 the parameters after the last slow step, at first the initial ones::
 

@@ -49,7 +49,7 @@ class PowerSGDState(NamedTuple):
 
 @described
 def powersgd(optimizer: Optimizer, rank: int, min_rate: float = 2.0) -> Optimizer:
-    """``optimizer``, whose steps sum gradients of matrices in ``rank`` directions.
+    """Makes steps of ``optimizer`` sum gradients of matrices in ``rank`` directions.
 
     For each matrix, with G this rank's gradient [m, n], and Q [n, r]::
 

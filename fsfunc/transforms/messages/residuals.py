@@ -49,7 +49,7 @@ class ErrorFeedbackState(NamedTuple):
 
 @described
 def error_feedback(optimizer: Optimizer) -> Optimizer:
-    """``optimizer``, whose steps send later what their reductions lose.
+    """Makes steps of ``optimizer`` send later what their reductions lose.
 
     With C what a lossy ``reduction=`` of ``shard`` makes of a rank's gradient g::
 
