@@ -39,7 +39,7 @@ from fsfunc.state.layout_rules import LayoutRules
 from fsfunc.state.leaf_sources import Deferred, GivenLeaves, Shapes, defer
 from fsfunc.state.placing import LayoutRequest, lay_out, rank_local_leaves
 from fsfunc.state.train_state import OptimizerLike, TrainState, known_optimizer
-from fsfunc.transforms.offloading import settled_in, stores_of
+from fsfunc.transforms.offloading import moved_to, stores_of
 from fsfunc.transforms.sharded_calls import Sharding
 from fsfunc.tree.types import Leaf, PyTree
 
@@ -439,7 +439,7 @@ def _copy_shared(
         if is_sharded(x) or not is_users:
             moved.append(i)
     if store is not None:
-        settled = settled_in(store, [leaves[i] for i in moved])
+        settled = moved_to(store, [leaves[i] for i in moved])
         for i, x in zip(moved, settled, strict=True):
             leaves[i] = x
     return tree.unflatten(treedef, leaves)

@@ -50,7 +50,7 @@ _R = TypeVar("_R")
 def accumulate(
     f: Callable[_P, _R], n: int, *, batch_argnums: Argnums | None = None
 ) -> Callable[_P, _R]:
-    """``f`` with each gradient call run on ``n`` microbatches, one after another.
+    """Runs each gradient call of ``f`` on ``n`` microbatches, one after another.
 
     It equals the plain loop: the mean of the microbatches' values and gradients (with
     ``Weighted`` losses, the sum of totals over the sum of weights). Of the auxiliary
@@ -132,7 +132,7 @@ class _Accumulate(Interpretation):
         with inside(outer.replace(handlers=(*outer.handlers, copy))):
             return f(*args, **keywords)
 
-    def recorded(self, recorder: Any) -> Interpretation:
+    def recorded(self, recorder: Tracer) -> Interpretation:
         return _Accumulate(self.n, self.batch_argnums, runs_once=True)
 
     def gradient(self, run: RunGradient) -> RunGradient:

@@ -1,4 +1,8 @@
-"""``precision``: compute in one dtype, keep and update in another."""
+"""``precision``: compute in one dtype, keep and update in another.
+
+It sets the `Casts` of the frame, and nothing else: units cast their arguments by it,
+``shard`` casts a rank's part before the gather, and sums gradients in its dtype.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +31,7 @@ def precision(
     gradients: torch.dtype | None = None,
     overrides: Mapping[str, torch.dtype | None] | None = None,
 ) -> Callable[_P, _R]:
-    """``f`` with units computing in ``compute`` on parameters kept as they are.
+    """Runs the units of ``f`` in ``compute``, on parameters kept as they are.
 
     A unit's parameters and floating inputs are cast; under ``shard`` the rank's part is
     cast before the gather, which then moves the smaller dtype, and no full-size copy in
@@ -72,19 +76,19 @@ def precision(
     torch.bfloat16
     """
     check_function(f, "precision")
-    more = {} if overrides is None else dict(overrides)
-    given = {"compute": compute, "reduce": reduce, "output": output, **more}
-    given["gradients"] = gradients
-    for name, dtype in given.items():
+    by_pattern = {} if overrides is None else dict(overrides)
+    dtypes = {"compute": compute, "reduce": reduce, "output": output, **by_pattern}
+    dtypes["gradients"] = gradients
+    for name, dtype in dtypes.items():
         if dtype is None and name != "compute":
             continue
         if not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
             raise ValueError(
                 f"{name}={dtype!r}: it is a floating dtype, such as torch.bfloat16"
             )
-    casts = Casts(compute, reduce, output, tuple(more.items()), gradients)
+    casts = Casts(compute, reduce, output, tuple(by_pattern.items()), gradients)
 
-    shown = [(name, x) for name, x in given.items() if x is not None]
+    shown = [(name, x) for name, x in dtypes.items() if x is not None]
 
     @functools.partial(Transformed, f, "precision", lambda: shown)
     def run(*args: Any, **keywords: Any) -> Any:

@@ -1,9 +1,14 @@
-"""``jit``: units as compiled functions, or a step as one compiled graph."""
+"""``jit``: units as compiled functions, or a step as one compiled graph.
+
+For units it puts a `_Compiler` into the frame, which unit calls ask for the function to
+run. What ``shard`` and ``remat`` do stays around the compiled function. A whole step is
+compiled by `step_graphs`.
+"""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from functools import partial
 from threading import Lock
 from typing import Any, ParamSpec, TypeVar
@@ -24,6 +29,8 @@ from fsfunc.tree.structure import matches
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 
+Function = Callable[..., Any]
+
 
 @api_boundary
 def jit(
@@ -33,7 +40,7 @@ def jit(
     whole_step: bool = False,
     **options: Any,
 ) -> Callable[_P, _R]:
-    """``f`` with its units compiled, forward and backward, each function once.
+    """Compiles the units of ``f``, forward and backward, each function once.
 
     In a train step an update without a fused kernel of torch's compiles too, to one
     pass over memory: Lion (0.42 of the plain time on 8.4M parameters), the directions
@@ -124,24 +131,24 @@ def jit(
     """
     check_function(f, "jit")
     if whole_step:
-        return _of_step(f, only, **options)
+        return _compile_step(f, only, **options)
     patterns = (only,) if isinstance(only, str) else tuple(only)
     compiler = _Compiler(patterns, {"fullgraph": True, "dynamic": False, **options})
 
     @functools.partial(Transformed, f, "jit", options.items)
     def run(*args: Any, **keywords: Any) -> Any:
-        around = frame()
-        if around.compiler is not None and around.compiler.whole:
+        outer = frame()
+        if outer.compiler is not None and outer.compiler.whole:
             return f(*args, **keywords)  # it is compiled with all of its step
-        with inside(around.replace(compiler=compiler)):
+        with inside(outer.replace(compiler=compiler)):
             return f(*args, **keywords)
 
     return run
 
 
-def _of_step(
+def _compile_step(
     f: Callable[..., Any],
-    only: Any,
+    only: str | Sequence[str],
     *,
     backend: str = "inductor",
     options: dict[str, Any] | None = None,
@@ -158,28 +165,34 @@ class _Compiler:
 
     Args:
         patterns: of the names of calls; ``options``: torch.compile's.
+
+    Attributes:
+        whole: whether the step around is compiled, with all that it calls.
+        replays: whether a GPU's kernels are replayed (CUDA graphs), on memory of their
+            own.
+        partitions: whether this decides what the backward of a unit is given.
     """
 
-    whole = False  # whether the step around is compiled, with all that it calls
+    whole = False
 
     def __init__(self, patterns: Sequence[str], options: dict[str, Any]):
         self.patterns, self.options = patterns, options
-        # By unit and what share of its residuals it keeps; by rule of an update.
-        self._made: WeakKeyDictionary[Any, dict[Any, Callable[..., Any]]]
-        self._made = WeakKeyDictionary()
-        given = options.get("options") or {}
-        # Whether a GPU's kernels are replayed, on memory of their own.
-        self.replays = bool(given.get("triton.cudagraphs"))
+        # By unit, and by the share of its residuals that it saves; or by the rule of an
+        # update, and by its name.
+        self._compiled: WeakKeyDictionary[Any, dict[Any, Callable[..., Any]]]
+        self._compiled = WeakKeyDictionary()
+        inductor_options = options.get("options") or {}
+        self.replays = bool(inductor_options.get("triton.cudagraphs"))
         self.replays |= options.get("mode") in ("reduce-overhead", "max-autotune")
-        plain = options.get("backend", "inductor") == "inductor"
+        is_inductor = options.get("backend", "inductor") == "inductor"
         # A unit of several graphs has more between them than its inputs.
-        whole = plain and options["fullgraph"]
-        self.partitions = whole and "custom_partitioner_fn" not in given
+        one_graph = is_inductor and options["fullgraph"]
+        self.partitions = one_graph and "custom_partitioner_fn" not in inductor_options
         self._lock = Lock()  # simulated ranks are threads
-        self._meant = functools.cache(lambda x: any(matches(p, x) for p in patterns))
+        self._matches = functools.cache(lambda x: any(matches(p, x) for p in patterns))
 
     def of(self, call: Call) -> Callable[..., Any]:
-        """The function to run for a unit call: compiled, if its name is meant."""
+        """Returns the function to run for a unit call: compiled, if it matches."""
         name, plain = call.name, call.unit.fn
         if not self.compiles(call):
             return plain
@@ -187,35 +200,39 @@ class _Compiler:
             raise ValueError(_NAMED.format(name))
         share = saved_share(call) if self.partitions else None
         with self._lock:
-            kinds = self._made.setdefault(call.unit, {})
-            found = kinds.get(share)
-            if found is None:
+            by_share = self._compiled.setdefault(call.unit, {})
+            compiled = by_share.get(share)
+            if compiled is None:
                 # A unit of a module says itself what a compiler can take.
-                by = getattr(plain, "compiled_by", None)
+                compiled_by = getattr(plain, "compiled_by", None)
                 compile = partial(self._compile, share=share)
-                made = compile(plain) if by is None else by(compile)
-                kinds[share] = found = _told(made, call.unit.__name__)
-        return found
+                fn = compile(plain) if compiled_by is None else compiled_by(compile)
+                by_share[share] = compiled = _naming_errors(fn, call.unit.__name__)
+        return compiled
 
     def compiles(self, call: Call) -> bool:
-        """True if the unit of a call is one to compile."""
-        return self._meant(call.name)
+        """Returns whether the unit of a call is one to compile."""
+        return self._matches(call.name)
 
-    def update(self, rule: Any, make: Callable[[], Any], name: str) -> Any:
-        """An update of an optimizer's rule, compiled once for tensors of any size.
+    def update(
+        self, rule: Hashable, make: Callable[[], Function], name: str
+    ) -> Function:
+        """Returns an optimizer's update, compiled once for tensors of any size.
 
         Args:
+            rule: whose update it is.
             make: makes the function; ``name``: what errors call it.
         """
         with self._lock:
-            kinds = self._made.setdefault(rule, {})
-            if name not in kinds:
+            by_name = self._compiled.setdefault(rule, {})
+            if name not in by_name:
                 options = {**self.options, "fullgraph": True, "dynamic": True}
-                kinds[name] = _told(torch.compile(make(), **options), name)
-        return kinds[name]
+                compiled = torch.compile(make(), **options)
+                by_name[name] = _naming_errors(compiled, name)
+        return by_name[name]
 
     def partitions_call(self, call: Call) -> bool:
-        """True if it compiles a call's unit, and says what its backward is given."""
+        """Returns whether it decides what the backward of a call's unit is given."""
         return self.partitions and self.compiles(call)
 
     def _compile(
@@ -228,8 +245,8 @@ class _Compiler:
         return torch.compile(fn, **keeping_share(self.options, share))
 
 
-def _told(compiled: Callable[..., Any], name: str) -> Callable[..., Any]:
-    """``compiled``, the errors of the compiler naming the unit."""
+def _naming_errors(compiled: Function, name: str) -> Function:
+    """Returns ``compiled``, with errors of the compiler that name the unit."""
 
     def run(*args: Any, **keywords: Any) -> Any:
         try:
@@ -237,8 +254,8 @@ def _told(compiled: Callable[..., Any], name: str) -> Callable[..., Any]:
         except Exception as error:
             if _torch.is_of_compiler(error):
                 if NOT_IN_GRAPHS in str(error):
-                    said = _COLLECTIVE.format(name, source_line())
-                    raise ValueError(said) from error
+                    message = _COLLECTIVE.format(name, source_line())
+                    raise ValueError(message) from error
                 error.add_note(_REFUSED.format(name))
             raise
 

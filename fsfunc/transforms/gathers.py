@@ -88,8 +88,15 @@ class GatheredCall:
         later_gradient: the gradient of later calls that share the buffer.
     """
 
+    name: str
+    key: tuple[int, ...]
+    micro: Micro
+    views: list[View]
+    dtype: torch.dtype
+    dtypes: BufferDtypes
+
     full: Tensor | None = None
-    lifetime = Lifetime.CALL
+    lifetime: Lifetime = Lifetime.CALL
     shares_previous = gathers_again = False
     later_gradient: Packed | None = None
 
@@ -222,6 +229,10 @@ class Gathers:
         offloads: whether some buffer lies in a store beside the device.
     """
 
+    groups: GroupTable
+    zero: int
+    message: Gather
+
     def __init__(
         self,
         groups: GroupTable,
@@ -234,18 +245,20 @@ class Gathers:
         # A buffer that stays with the state (zero 1 and 2) is written in place by the
         # next gather, while another process of the host may still read what this one
         # sent from the pool: it lies in memory of its own.
-        self.pool = pool if self.zero == 3 else BufferPool()
+        self.pool: BufferPool = pool if self.zero == 3 else BufferPool()
         self.message = message = options.gather
         self.stores_partial = stores_partial
         self.live_calls: Calls = []
-        self.axis_size = groups.where.size
-        self.is_inexact = not message.exact
+        self.axis_size: int = groups.where.size
+        self.is_inexact: bool = not message.exact
         self.by_name: dict[str, list[FlatShard]] = {}
         for shard in shards:
             self.by_name.setdefault(shard.buffer, []).append(shard)
-        self.tree_index = 0
+        self.tree_index: int = 0
         buffers = [x for same_name in self.by_name.values() for x in same_name]
-        self.offloads = any_offloaded() and any(x.space.offloaded for x in buffers)
+        self.offloads: bool = any_offloaded() and any(
+            x.space.offloaded for x in buffers
+        )
         self.in_flight: dict[str, tuple[GatheredCall, Handle, Tensor]] = {}
         self.partial_gathers: dict[int, _PartialGather] = {}
 

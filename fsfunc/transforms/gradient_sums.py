@@ -13,7 +13,7 @@ is free. `Gradients.take_sums` puts ``grads`` into the tree of gradients.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -38,7 +38,11 @@ from fsfunc.runtime.memory import BufferPool, count_as
 from fsfunc.runtime.memory_spaces import OFFLOADED_STORAGES, space_of
 from fsfunc.sharded.leaf import FlatShard
 from fsfunc.transforms.gathers import Calls, GatheredCall, Packed
-from fsfunc.transforms.messages.wire import Reduction, by_offset, divided_before
+from fsfunc.transforms.messages.wire import (
+    Reduction,
+    divisor_before_sum,
+    gradients_by_offset,
+)
 from fsfunc.transforms.microbatches import warn_narrow
 from fsfunc.transforms.shard_options import GroupTable, ShardOptions
 
@@ -81,6 +85,16 @@ class GradientSums:
             sum over replicas is.
     """
 
+    groups: GroupTable
+    pool: BufferPool
+    defers: bool
+    zero: int
+    reduce_each: bool
+    reduction: Reduction
+    steps: GradientSteps | None
+    exact: bool
+    depth: int
+
     def __init__(
         self,
         groups: GroupTable,
@@ -95,14 +109,14 @@ class GradientSums:
         self.groups, self.pool, self.defers = groups, pool, defers
         self.zero, self.reduce_each = options.zero, options.reduce_each
         self.reduction = reduction = options.reduction
-        self.send = (
+        self.send: Callable[..., Handle] = (
             reduction.send if feedback is None else partial(feedback.send, reduction)
         )
         self.steps, self.exact = steps, reduction.exact and feedback is None
-        self.observed = Observed(observers) if observers else None
-        self.float16_divisor = divided_before(groups.mean_size)
+        self.observed: Observed | None = Observed(observers) if observers else None
+        self.float16_divisor: int = divisor_before_sum(groups.mean_size)
         compiler, self.depth = frame().compiler, len(frame().micro)
-        self.packs_in_graph = compiler is not None and compiler.whole
+        self.packs_in_graph: bool = compiler is not None and compiler.whole
         self.grads: dict[int, Tensor] = {}
         self.began_as_means: frozenset[int] = frozenset()
         self.unfinished_calls: dict[int, set[tuple[int, ...]]] = {}
@@ -144,10 +158,10 @@ class GradientSums:
                 these are added.
 
         Returns:
-            the buffer; in a graph the parts of it, which `as_buffer` makes one.
+            the buffer; in a graph the parts of it, which `pack_parts` makes one.
         """
         if self.packs_in_graph:
-            return by_offset(call.views, grads, call.dtypes.reduced, later)
+            return gradients_by_offset(call.views, grads, call.dtypes.reduced, later)
         buffer = self._allocate(call, shard) if later is None else later
         count_as("gradients", [buffer, *grads])
         targets, sources, repeated, end = [], [], [], 0
@@ -253,7 +267,7 @@ class GradientSums:
             return
         shard, buffer = gradient.shard, gradient.tensor
         where = self.groups[shard.split_axes].where
-        # Half of the mean's divisor before the sum, half after: see `divided_before`.
+        # Half of the mean's divisor before the sum, half after: `divisor_before_sum`.
         if buffer.dtype == torch.float16:
             wait_for(buffer).div_(self.float16_divisor)
         if where is not None and where.size > 1:

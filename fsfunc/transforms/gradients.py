@@ -70,6 +70,9 @@ class Gradients:
         RuntimeError: an inner transform replaced gradients that the runtime sums.
     """
 
+    leaves: list[Leaf]
+    treedef: tree.TreeDef
+
     def __init__(
         self, differentiated: Sequence[PyTree], grads: PyTree, runtime: ShardRuntime
     ):

@@ -1,8 +1,14 @@
-"""The arguments of a step that runs as a graph, and what it returned without one."""
+"""The arguments of a step that runs as a graph, and what it returned without one.
+
+A graph takes tensors and returns tensors. `Arguments` finds them in the arguments of a
+call, each packed buffer once, and tells by a key which calls may share a graph;
+`Returned` remembers what a call without a graph returned, from whose structure the
+result of the graph is made. `step_graphs` and `step_traces` use both.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -11,11 +17,13 @@ from torch import Tensor
 
 from fsfunc import tree
 from fsfunc.core.tracers import signature
+from fsfunc.sharded.layout import Layout
 from fsfunc.sharded.leaf import Sharded, is_sharded
-from fsfunc.sharded.placements import describe_tensor
+from fsfunc.sharded.placements import Own, Whole, describe_tensor
 from fsfunc.sharded.plain_leaves import placement_of
 from fsfunc.sharded.spent import any_unusable, refuse_unusable
 from fsfunc.tracing.runs import shadows
+from fsfunc.tree.types import Leaf, PyTree
 
 CONSTANT = (str, bool, int, float, complex, type(None), torch.dtype, torch.device)
 
@@ -23,8 +31,8 @@ CONSTANT = (str, bool, int, float, complex, type(None), torch.dtype, torch.devic
 class Shadows(NamedTuple):
     """Arguments as tensors without data; ``inputs``: each of these tensors once."""
 
-    args: Any
-    keywords: Any
+    args: tuple[PyTree, ...]
+    keywords: dict[str, PyTree]
     inputs: list[Tensor]
 
 
@@ -32,74 +40,92 @@ class Arguments:
     """The arguments of a call: their leaves, and the tensors that these lie in.
 
     Attributes:
-        key: by which calls share a graph; ``layouts``: those of its sharded leaves.
-        numbers: the positions of the first argument's numbers: they change from step to
-            step, and are inputs of the graph.
+        key: calls of one key share a graph.
+        buffers: the tensors in which leaves lie, each once: packed buffers, or a plain
+            tensor itself.
+        layouts: those of the sharded leaves.
+        number_positions: those of the first argument's numbers: they change from step
+            to step, and are inputs of the graph.
+        state_def: the structure of the first argument, the state; None without one.
+        batch: the other arguments.
     """
 
-    def __init__(self, args: Any, keywords: Any):
+    leaves: list[Leaf]
+    treedef: tree.TreeDef
+
+    def __init__(self, args: tuple[PyTree, ...], keywords: dict[str, PyTree]):
         self.leaves, self.treedef = tree.flatten((args, keywords), is_leaf=is_sharded)
         if any_unusable(self.leaves):
             refuse_unusable((args, keywords))
-        state = self.treedef.child(0).child(0).num_leaves if args else 0
-        self.numbers = [
-            i for i, x in enumerate(self.leaves[:state]) if type(x) in (int, float)
+        state_count = self.treedef.child(0).child(0).num_leaves if args else 0
+        state = self.leaves[:state_count]
+        self.number_positions: list[int] = [
+            i for i, x in enumerate(state) if type(x) in (int, float)
         ]
-        for i in self.numbers:
+        for i in self.number_positions:
             if type(x := self.leaves[i]) is int and float(x) != x:
                 raise ValueError(_LARGE.format(x))
-        self.given = distinct(self.leaves)
-        self.layouts = [x.layout for x in self.leaves if isinstance(x, Sharded)]
-        self.rest = (args[1:], keywords)
-        self.state = self.treedef.child(0).child(0) if args else None
-        self.key = self._key()
+        self.buffers: list[Tensor] = distinct_buffers(self.leaves)
+        self.layouts: list[Layout] = [
+            x.layout for x in self.leaves if isinstance(x, Sharded)
+        ]
+        self.batch: tuple[tuple[PyTree, ...], dict[str, PyTree]] = (args[1:], keywords)
+        self.state_def: tree.TreeDef | None = (
+            self.treedef.child(0).child(0) if args else None
+        )
+        self.key: tuple[Hashable, ...] = self._make_key()
 
-    def kind(self, args: Any, keywords: Any) -> Any:
-        """By which calls share a call without a graph, as they share a type check."""
-        of_state, *_ = signature(self.leaves, self.treedef)
-        state = distinct(self.leaves[: self.state.num_leaves]) if self.state else []
+    def eager_key(self) -> tuple[Hashable, ...]:
+        """Returns the key by which calls share one without a graph.
+
+        As they share a type check: the shapes of the batch take no part.
+        """
+        of_any_batch, *_ = signature(self.leaves, self.treedef)
+        state = self.leaves[: self.state_def.num_leaves] if self.state_def else []
+        buffers = distinct_buffers(state)
         layouts = [id(x) for x in self.layouts]
-        return of_state, *map(_described, state), *layouts
+        return of_any_batch, *map(_describe_buffer, buffers), *layouts
 
-    def beside(self) -> str:
-        """The leaves beside the state, for messages."""
-        others = self.leaves[self.state.num_leaves if self.state else 0 :]
+    def describe_batch(self) -> str:
+        """Returns the leaves beside the state as text, for messages."""
+        others = self.leaves[self.state_def.num_leaves if self.state_def else 0 :]
         return ", ".join(
             describe_tensor(x.shape, x.dtype) if hasattr(x, "dtype") else repr(x)
             for x in others
         )
 
-    def _key(self) -> tuple[Any, ...]:
-        tensors: dict[int, int] = {}
-        shards: dict[int, int] = {}
-        found: list[Any] = [self.treedef, *map(_described, self.given)]
+    def _make_key(self) -> tuple[Hashable, ...]:
+        # Numbered, so that two leaves in one buffer, as tied ones, show in the key.
+        buffer_numbers: dict[int, int] = {}
+        shard_numbers: dict[int, int] = {}
+        key: list[Hashable] = [self.treedef, *map(_describe_buffer, self.buffers)]
         for i, x in enumerate(self.leaves):
             if isinstance(x, Sharded):
-                at = tensors.setdefault(id(held(x)), len(tensors))
-                found.append((at, id(x.layout)))
+                n = buffer_numbers.setdefault(id(buffer_of(x)), len(buffer_numbers))
+                key.append((n, id(x.layout)))
                 if x.packed is not None:
-                    which = shards.setdefault(id(x.packed), len(shards))
-                    # Whole, it is read at its place. A part is gathered first: ranks
-                    # have it at different places, and must have graphs together.
-                    whole = x.packed.place.size == 1
-                    place = x.packed.flat.storage_offset() if whole else 0
-                    found.append((which, place, *x.packed.coordinates.items()))
+                    shard = shard_numbers.setdefault(id(x.packed), len(shard_numbers))
+                    # A whole buffer is read at its offset. A part is gathered first:
+                    # ranks have it at different offsets, and must have graphs together.
+                    is_whole = x.packed.place.size == 1
+                    offset = x.packed.flat.storage_offset() if is_whole else 0
+                    key.append((shard, offset, *x.packed.coordinates.items()))
             elif isinstance(x, Tensor):
-                at = tensors.setdefault(id(x), len(tensors))
-                found.append((at, placement_of(x)))
-            elif i in self.numbers:
-                found.append(type(x))
+                n = buffer_numbers.setdefault(id(x), len(buffer_numbers))
+                key.append((n, placement_of(x)))
+            elif i in self.number_positions:
+                key.append(type(x))
             elif isinstance(x, CONSTANT):
-                found.append((type(x), x))
+                key.append((type(x), x))
             else:
                 raise TypeError(_ODD.format(f"a {type(x).__name__}"))
-        return tuple(found)
+        return tuple(key)
 
     def without_data(self, mode: Any) -> Shadows:
-        """The same arguments as tensors without data, in a mode of these."""
+        """Returns the same arguments as tensors without data, in a mode of these."""
         leaves = list(shadows(mode, self.leaves))
-        inputs = distinct(leaves)
-        for i in self.numbers:
+        inputs = distinct_buffers(leaves)
+        for i in self.number_positions:
             with mode:
                 leaves[i] = torch.empty((), dtype=torch.float64, device="cpu")
             inputs.append(leaves[i])
@@ -109,28 +135,28 @@ class Arguments:
         args, keywords = tree.unflatten(self.treedef, leaves)
         return Shadows(args, keywords, inputs)
 
-    def tensors(self) -> list[Tensor]:
-        """The inputs of a graph: each buffer and other tensor once, then numbers."""
-        values = [float(self.leaves[i]) for i in self.numbers]
+    def graph_inputs(self) -> list[Tensor]:
+        """Returns the inputs of a graph: each buffer once, then numbers."""
+        values = [float(self.leaves[i]) for i in self.number_positions]
         like = {"dtype": torch.float64, "device": "cpu"}
-        return [*self.given, *(torch.tensor(x, **like) for x in values)]
+        return [*self.buffers, *(torch.tensor(x, **like) for x in values)]
 
 
-def held(x: Any) -> Any:
-    """The tensor that a leaf lies in: its packed buffer, or itself."""
+def buffer_of(x: Leaf) -> Leaf:
+    """Returns the tensor that a leaf lies in: its packed buffer, or itself."""
     if not isinstance(x, Sharded):
         return x
     return x.local if x.packed is None else x.packed.flat
 
 
-def distinct(leaves: Sequence[Any]) -> list[Tensor]:
-    """The tensors that leaves lie in, each once."""
-    found = {id(x): x for x in map(held, leaves) if isinstance(x, Tensor)}
-    return list(found.values())
+def distinct_buffers(leaves: Sequence[Leaf]) -> list[Tensor]:
+    """Returns the tensors that leaves lie in, each once."""
+    by_id = {id(x): x for x in map(buffer_of, leaves) if isinstance(x, Tensor)}
+    return list(by_id.values())
 
 
-def _described(x: Tensor) -> tuple[Any, ...]:
-    """The properties of a tensor that a graph depends on."""
+def _describe_buffer(x: Tensor) -> tuple[Hashable, ...]:
+    """Returns the properties of a tensor that a graph depends on."""
     plain = x.layout == torch.strided and type(x) in (Tensor, torch.nn.Parameter)
     if not plain or x.is_conj() or x.is_neg():
         raise TypeError(
@@ -144,40 +170,48 @@ class Returned:
     """The result of a call that ran without a graph: its structure, and each leaf.
 
     Args:
-        kinds: (type, layout of a plain tensor, `said` of it).
-        given: the arguments' layouts, kept so that no other layouts get their ids.
+        leaves: of each its type, the layout of a plain tensor, and `leaf_properties`.
+        layouts: those of the arguments, referenced so that no other layouts get their
+            ids, which stand in keys.
     """
 
-    treedef: Any
-    kinds: list[tuple[type, Any, Any]]
-    given: list[Any]
+    treedef: tree.TreeDef
+    leaves: list[tuple[type, Whole | Own | None, Any]]
+    layouts: list[Layout]
 
     @classmethod
-    def of(cls, out: Any, given: Arguments) -> Returned:
+    def of(cls, out: PyTree, arguments: Arguments) -> Returned:
+        """Returns what is remembered of a result."""
         leaves, treedef = tree.flatten(out, is_leaf=is_sharded)
-        kinds = [(type(x), placement_of(x), said(x)) for x in leaves]
-        return cls(treedef, kinds, given.layouts)
+        noted = [(type(x), placement_of(x), leaf_properties(x)) for x in leaves]
+        return cls(treedef, noted, arguments.layouts)
 
     def shaped_as(self, other: Returned) -> Returned:
-        """This, with the shapes and the constants of a result without data."""
-        kinds = []
-        for (kind, laid, old), (_, _, new) in zip(self.kinds, other.kinds, strict=True):
+        """Returns this, with the shapes and the constants of a result without data."""
+        leaves = []
+        for (kind, layout, old), (*_, new) in zip(
+            self.leaves, other.leaves, strict=True
+        ):
+            # Not the dtype: numbers of the state are tensors in float64 there.
             tensors = isinstance(old, tuple) and isinstance(new, tuple)
-            kinds.append((kind, laid, (*new[:-1], old[-1]) if tensors else new))
-        return replace(self, kinds=kinds)
+            leaves.append((kind, layout, (*new[:-1], old[-1]) if tensors else new))
+        return replace(self, leaves=leaves)
 
 
-def said(x: Any) -> Any:
-    """The properties of a result's leaf that two runs of a step have in common."""
+def leaf_properties(x: Leaf) -> Any:
+    """Returns what a leaf of a result has in common in two runs of a step.
+
+    Of tensors shapes and dtype, of others the value.
+    """
     if isinstance(x, Sharded):
-        return x.layout.shape, x.part_shape, held(x).dtype
+        return x.layout.shape, x.part_shape, buffer_of(x).dtype
     return (x.shape, x.dtype) if isinstance(x, Tensor) else x
 
 
-def settings() -> tuple[Any, ...]:
-    """The settings of torch's on which operators depend."""
-    kinds = [k for k in ("cpu", "cuda") if torch.is_autocast_enabled(k)]
-    casts = [(k, torch.get_autocast_dtype(k)) for k in kinds]
+def torch_settings() -> tuple[Hashable, ...]:
+    """Returns the settings of torch's on which operators depend."""
+    devices = [k for k in ("cpu", "cuda") if torch.is_autocast_enabled(k)]
+    casts = [(k, torch.get_autocast_dtype(k)) for k in devices]
     return (
         torch.is_grad_enabled(),
         torch.get_default_dtype(),

@@ -1,8 +1,13 @@
-"""Collectives as nodes of a step's graph: noted in its trace, started in its runs."""
+"""Collectives as nodes of a step's graph: noted in its trace, started in its runs.
+
+A collective becomes two nodes, START and WAIT, between which the graph computes. While
+a step is traced they are noted by `GraphLink`, which sends nothing; while its graph
+runs, each node calls the :class:`Run` in force, by the collective's number.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -22,16 +27,18 @@ from fsfunc.runtime.memory import pool_of
 class GraphCollective:
     """A collective of a graph: what its node starts on ``axis`` of ``mesh``.
 
-    ``compared``: as of a `RankGroup`. It is that of the step without its graph: another
-    rank may run that, and both must say of a collective the same.
+    Args:
+        compared: as of a `RankGroup`. It is that of the step without its graph: another
+            rank may run that, and both must describe the collective alike.
+        name: the buffer's; ``options``: the arguments of the operation.
     """
 
     op: str
     mesh: Mesh
     axis: tuple[str, ...]
     compared: bool
-    what: str
-    how: dict[str, Any]
+    name: str
+    options: dict[str, Any]
     label: tuple[str, str]
 
 
@@ -63,29 +70,47 @@ class GraphLink(AbstractLink):
         **how: Any,
     ) -> Handle:
         number = len(self.calls)
-        on = here().mesh, where.axis, where.compared
-        self.calls.append(GraphCollective(op, *on, name, how, current_label()))
+        ranks = here().mesh, where.axis, where.compared
+        self.calls.append(GraphCollective(op, *ranks, name, how, current_label()))
         with torch.no_grad():
             x = x.detach()
             y = x.new_empty(result_shape(op, x, where, how))
-            handle = _Noted(self, x, y, out, number)
-            self.note(START, handle)
+            handle = _TracedCollective(self, x, y, out, number)
+            self.add_node(START, handle)
         return handle
 
-    def note(self, node: Any, of: _Noted) -> None:
-        """Adds a node of a collective to the graph."""
-        after = of.x.new_empty(0) if self.token is None else self.token
-        self.token = node(of.x, of.y, after, of.number)
+    def add_node(
+        self,
+        node: Callable[[Tensor, Tensor, Tensor, int], Tensor],
+        collective: _TracedCollective,
+    ) -> None:
+        """Adds a node, START or WAIT, of a collective to the graph."""
+        x, y, number = collective.x, collective.y, collective.number
+        before = x.new_empty(0) if self.token is None else self.token
+        self.token = node(x, y, before, number)
 
-    def send(self, x: Tensor, where: Any, to: int, name: str = "") -> Handle:
-        raise RuntimeError(_APART)
+    def send(self, x: Tensor, where: RankGroup, to: int, name: str = "") -> Handle:
+        raise RuntimeError(_POINT_TO_POINT)
 
-    def receive(self, like: Tensor, where: Any, source: int, name: str = "") -> Handle:
-        raise RuntimeError(_APART)
+    def receive(
+        self, like: Tensor, where: RankGroup, source: int, name: str = ""
+    ) -> Handle:
+        raise RuntimeError(_POINT_TO_POINT)
 
 
-class _Noted(Handle):
-    """A collective of a graph on its way: from ``x`` into ``y``."""
+class _TracedCollective(Handle):
+    """A collective of a graph on its way: from ``x`` into ``y``.
+
+    Args:
+        out: the tensor that a caller wants the result in, if any.
+        number: its position in ``link.calls``.
+    """
+
+    link: GraphLink
+    x: Tensor
+    y: Tensor
+    out: Tensor | None
+    number: int
 
     result: Tensor | None = None
 
@@ -97,7 +122,7 @@ class _Noted(Handle):
     def wait(self) -> Tensor:
         if self.result is None:
             with torch.no_grad():
-                self.link.note(WAIT, self)
+                self.link.add_node(WAIT, self)
                 self.result = self.y if self.out is None else self.out.copy_(self.y)
         return self.result
 
@@ -106,12 +131,18 @@ class _Noted(Handle):
 
 
 class Run:
-    """The collectives of one run of a graph, which its nodes start and await."""
+    """The collectives of one run of a graph, which its nodes start and await.
+
+    Attributes:
+        calls: the collectives, by number.
+        in_flight: by number, the handle, and the tensor that is sent.
+        groups: by mesh, axis and ``compared``.
+    """
 
     def __init__(self, calls: Sequence[GraphCollective]):
         self.calls = calls
-        self.flights: dict[int, tuple[Handle, Tensor]] = {}
-        self.groups: dict[Any, RankGroup] = {}
+        self.in_flight: dict[int, tuple[Handle, Tensor]] = {}
+        self.groups: dict[tuple[Mesh, tuple[str, ...], bool], RankGroup] = {}
 
     def trim(self) -> None:
         """Frees buffers for later collectives: a graph has memory of its own for them.
@@ -119,35 +150,39 @@ class Run:
         To save memory, at the cost of some page faults.
         """
         for mesh in {call.mesh for call in self.calls}:
-            at = here(mesh)
-            pool_of(mesh, at.rank).trim(0)
-            at.link.trim()
+            this_rank = here(mesh)
+            pool_of(mesh, this_rank.rank).trim(0)
+            this_rank.link.trim()
 
     def start(self, x: Tensor, y: Tensor, number: int) -> None:
+        """Starts a collective: the node START."""
         call = self.calls[number]
-        on = call.mesh, call.axis, call.compared
-        where = self.groups.get(on)
+        ranks = call.mesh, call.axis, call.compared
+        where = self.groups.get(ranks)
         if where is None:
-            at = replace(here(call.mesh), compared=call.compared)
-            where = self.groups[on] = get_group(call.axis, at)
+            this_rank = replace(here(call.mesh), compared=call.compared)
+            where = self.groups[ranks] = get_group(call.axis, this_rank)
         x = x.contiguous()
         with label(*call.label):
             out = y if y.is_contiguous() else None
-            work = where.start(call.op, x, out=out, name=call.what, **call.how)
-        self.flights[number] = work, x
+            handle = where.start(call.op, x, out=out, name=call.name, **call.options)
+        # With what is sent, which the compiler might free.
+        self.in_flight[number] = handle, x
 
     def wait(self, x: Tensor, y: Tensor, number: int) -> None:
-        found = self.flights.pop(number)[0].wait()
-        if found.data_ptr() != y.data_ptr():  # the compiler has copied ``y`` meanwhile
-            y.copy_(found)
+        """Waits for a collective, whose result is in ``y`` then: the node WAIT."""
+        arrived = self.in_flight.pop(number)[0].wait()
+        # Else into memory of its own, or the compiler has copied ``y`` meanwhile.
+        if arrived.data_ptr() != y.data_ptr():
+            y.copy_(arrived)
 
 
-def at_now(at: Here | None) -> Here | None:
-    """``at`` of a trace, with the rank's link of now."""
-    return at and replace(at, link=here(at.mesh).link)
+def with_current_link(traced: Here | None) -> Here | None:
+    """Returns the rank of a trace, with the link that it has now."""
+    return traced and replace(traced, link=here(traced.mesh).link)
 
 
-_APART = (
+_POINT_TO_POINT = (
     "a step that is compiled whole sends from rank to rank: each would have a graph of "
     "its own. Compile its units, jit(step)"
 )

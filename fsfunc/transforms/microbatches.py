@@ -40,6 +40,8 @@ class Microbatches:
             :func:`rows_of` refuses.
     """
 
+    n: int
+
     def __init__(
         self,
         call: GradientCall,

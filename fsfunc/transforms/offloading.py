@@ -1,11 +1,20 @@
-"""``offload``: parameters, moments and activations in host memory, or on disk."""
+"""``offload``: parameters, moments and activations in host memory, or on disk.
+
+Parameters and moments: where a leaf lies is a property of its tensor (`memory_spaces`),
+so `gathers` fetch it and optimizers update it there. This file only puts a state into a
+store when it is made (`moved_to`), and moves what a step returns to where its input was
+(`_StatePlaces`).
+
+Activations: when a unit has run, the part of the graph that it made is walked once, and
+what its operators saved gets hooks that keep a copy in the store (`_Residuals`).
+"""
 
 from __future__ import annotations
 
 import os
 import weakref
 from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -21,11 +30,16 @@ from fsfunc.runtime.memory_spaces import MemorySpace, Offloaded, Store, space_of
 from fsfunc.runtime.stores import Folder, HostMemory
 from fsfunc.sharded.leaf import Sharded, is_sharded
 from fsfunc.sharded.plain_leaves import lay_leaf, placement_of
+from fsfunc.tree.types import Leaf, PyTree
+
+if TYPE_CHECKING:
+    from fsfunc.transforms.sharded_calls import Args, Function, Keywords
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 
 Where = str | os.PathLike[str] | Store | None
+T = TypeVar("T")
 
 
 class Stores(NamedTuple):
@@ -44,7 +58,7 @@ def offload(
     moments: Where = None,
     activations: Where = None,
 ) -> Callable[_P, _R]:
-    """``f`` with parameters, moments or saved activations outside the device's memory.
+    """Keeps parameters, moments or activations of ``f`` outside the device's memory.
 
     Each of them is given a place: ``"host"`` is the host's memory (pinned if the device
     is a GPU), a path is a folder, on whose disk files are mapped, and a ``Store`` is a
@@ -112,57 +126,64 @@ def offload(
     ...     torch.equal(ff.spmd(main, mesh)(folder)[0], ff.spmd(main, mesh)()[0])
     True
     """
-    given = {"params": params, "moments": moments, "activations": activations}
-    places: dict[Any, Store] = {}  # one store for each
-    stores = Stores(*(_store_at(k, v, places) for k, v in given.items()))
-    if not places:
+    places = {"params": params, "moments": moments, "activations": activations}
+    by_place: dict[str | Store, Store] = {}  # one store for each place
+    stores = Stores(*(_find_store(k, v, by_place) for k, v in places.items()))
+    if not by_place:
         raise ValueError(
             "nothing to offload: give params=, moments= or activations= a place, "
             '"host" or a folder\'s path'
         )
-    before = stores_of(f)
-    twice = [k for k, v in given.items() if v is not None and getattr(before, k)]
+    earlier = stores_of(f)
+    twice = [k for k, v in places.items() if v is not None and getattr(earlier, k)]
     if twice:
         raise ValueError(
-            f"{twice[0]}={given[twice[0]]!r}, but they are offloaded to "
-            f"{getattr(before, twice[0])} already: say it once"
+            f"{twice[0]}={places[twice[0]]!r}, but they are offloaded to "
+            f"{getattr(earlier, twice[0])} already: say it once"
         )
-    for store in places.values():
+    for store in by_place.values():
         store.check()
     return transformed(f, _Offload(stores))
 
 
-def _store_at(name: str, where: Any, places: dict[Any, Store]) -> Store | None:
-    """The store at a place that is the argument ``name``; ``places`` has those so far.
+def _find_store(
+    name: str, place: Where, by_place: dict[str | Store, Store]
+) -> Store | None:
+    """Returns the store at a place, made if ``by_place`` does not have it yet.
+
+    Args:
+        name: the argument of ``offload`` that is the place, for messages.
 
     Raises:
         TypeError: it is no place.
     """
-    if where is None:
+    if place is None:
         return None
-    if isinstance(where, Store):
-        return places.setdefault(where, where)
-    path = isinstance(where, str | os.PathLike) and os.fspath(where)
+    if isinstance(place, Store):
+        return by_place.setdefault(place, place)
+    path = isinstance(place, str | os.PathLike) and os.fspath(place)
     if not (isinstance(path, str) and path):
         raise TypeError(
-            f'{name}={where!r}: it is "host", a folder\'s path, a Store, or None'
+            f'{name}={place!r}: it is "host", a folder\'s path, a Store, or None'
         )
-    if path not in places:
-        places[path] = HostMemory() if path == "host" else Folder(path)
-    return places[path]
+    if path not in by_place:
+        by_place[path] = HostMemory() if path == "host" else Folder(path)
+    return by_place[path]
 
 
 def stores_of(f: Callable[..., Any]) -> Stores:
-    """The stores of the ``offload`` in a transformed function."""
-    found = Stores()
+    """Returns the stores of the ``offload`` in a transformed function."""
+    stores = Stores()
     for h in getattr(f, "interpretations", ()):
         if isinstance(h, _Offload):
-            new = {k: v for k, v in h.stores._asdict().items() if v is not None}
-            found = found._replace(**new)
-    return found
+            added = {k: v for k, v in h.stores._asdict().items() if v is not None}
+            stores = stores._replace(**added)
+    return stores
 
 
 class _Offload(Interpretation):
+    """The interpretation of ``offload``."""
+
     called = "offload"
     ends_alike = True
 
@@ -176,20 +197,23 @@ class _Offload(Interpretation):
             (k, v.kind) for k, v in self.stores._asdict().items() if v is not None
         )
 
-    def call(self, f: Callable[..., Any], args: Any, keywords: Any) -> Any:
+    def call(self, f: Function, args: Args, keywords: Keywords) -> PyTree:
         outer = frame()
-        # Around all but a stage: what `remat` keeps is saved too, whatever the order.
-        at = sum(h.decides for h in outer.handlers[:1])
-        handlers = (*outer.handlers[:at], self, *outer.handlers[at:])
-        tried = outer.tracer is not None and not outer.tracer.complete
-        before = None if tried or not args else _PlacesBefore(args[0])
-        if before is not None and self.stores.params and not before.any:
-            self._check(args[0])
+        # Around all but a stage, whatever the order of the transforms: the inputs that
+        # `remat` saves are residuals too.
+        index = sum(h.decides for h in outer.handlers[:1])
+        handlers = (*outer.handlers[:index], self, *outer.handlers[index:])
+        is_tried = outer.tracer is not None and not outer.tracer.complete
+        places = None if is_tried or not args else _StatePlaces(args[0])
+        if places is not None and self.stores.params and not places.any_offloaded:
+            self._check_offloaded(args[0])
         with inside(outer.replace(handlers=handlers)):
             out = f(*args, **keywords)
-        return out if before is None or not before.any else before.keep(out)
+        if places is None or not places.any_offloaded:
+            return out
+        return places.move_output(out)
 
-    def unit(self, run: Callable[..., Any], call: Call) -> Callable[..., Any]:
+    def unit(self, run: Function, call: Call) -> Function:
         compiler = call.frame.compiler
         if compiler is not None and not compiler.whole:
             if compiler.replays and compiler.compiles(call):  # type: ignore[attr-defined]
@@ -197,12 +221,13 @@ class _Offload(Interpretation):
         store = self.stores.activations
         return run if store is None else _with_residuals_in(store, run, call)
 
-    def _check(self, given: Any) -> None:
-        real = any(
+    def _check_offloaded(self, state: PyTree) -> None:
+        """Raises if a state on the device was given to a step with offloaded ones."""
+        has_buffers = any(
             isinstance(x, Sharded) and x.packed is not None and x.packed.flat.numel()
-            for x in tree.leaves(given, is_leaf=is_sharded)
+            for x in tree.leaves(state, is_leaf=is_sharded)
         )
-        if real and not _torch.fake_active():
+        if has_buffers and not _torch.fake_active():
             raise ValueError(
                 f"offload(params={str(self.stores.params)!r}) of a step whose "
                 "parameters are on the device: make its state by ff.init_state(step, "
@@ -218,185 +243,199 @@ _REPLAYED = (
 )
 
 
-def _buffer(x: Any) -> Tensor | None:
-    """The memory space of a leaf."""
+def _buffer_of(x: Leaf) -> Tensor | None:
+    """Returns the tensor whose memory a leaf lies in: its packed buffer, or itself."""
     if isinstance(x, Sharded):
         return x._part if x.packed is None else x.packed.flat
     return x if isinstance(x, Tensor) else None
 
 
-class _PlacesBefore:
-    """The memory spaces of a tree's leaves, to which those of the next are moved."""
+class _StatePlaces:
+    """The memory spaces of a state's leaves, to which those of the next are moved."""
 
-    def __init__(self, t: Any):
-        leaves, self.treedef = tree.flatten(t, is_leaf=is_sharded)
-        buffers = map(_buffer, leaves)
-        self.each = [None if x is None else space_of(x) for x in buffers]
+    def __init__(self, state: PyTree):
+        leaves, self.treedef = tree.flatten(state, is_leaf=is_sharded)
+        buffers = map(_buffer_of, leaves)
+        self.spaces = [None if x is None else space_of(x) for x in buffers]
 
     @property
-    def any(self) -> bool:
-        """True if one is offloaded."""
-        return any(where and where.offloaded for where in self.each)
+    def any_offloaded(self) -> bool:
+        """Whether some leaf is offloaded."""
+        return any(space and space.offloaded for space in self.spaces)
 
-    def keep(self, out: Any) -> Any:
-        """The output of a step, its state in the spaces of the one it was given."""
+    def move_output(self, out: PyTree) -> PyTree:
+        """Moves the state that a step returned to where the one before it lies."""
         is_pair = type(out) is tuple and bool(out)
         state = out[0] if is_pair else out
         leaves, treedef = tree.flatten(state, is_leaf=is_sharded)
-        wanted = self.each
+        spaces = self.spaces
+        # A step may return more than its state: a leaf is known by its path.
         if treedef != self.treedef:
-            named = dict(zip(_paths(self.treedef), self.each, strict=True))
-            wanted = map(named.get, _paths(treedef))
-        if not _move(leaves, wanted):
+            by_path = dict(zip(_paths(self.treedef), self.spaces, strict=True))
+            spaces = map(by_path.get, _paths(treedef))
+        if not _move(leaves, spaces):
             return out
         state = tree.unflatten(treedef, leaves)
         return (state, *out[1:]) if is_pair else state
 
 
-def _paths(treedef: Any) -> list[str]:
+def _paths(treedef: tree.TreeDef) -> list[str]:
     return tree.paths(tree.unflatten(treedef, range(treedef.num_leaves)))
 
 
-def settled_in(store: Store, t: Any) -> Any:
-    """``t``, its floating tensors of a dim or more lying in ``store``."""
+def moved_to(store: Store, state: T) -> T:
+    """Returns a tree whose floating tensors with dims lie in ``store``."""
 
-    def where(leaf: Any) -> MemorySpace | None:
-        x = _buffer(leaf)
+    def space_for(leaf: Leaf) -> MemorySpace | None:
+        x = _buffer_of(leaf)
         if x is None or not (x.ndim and differentiable(x)):
             return None
         return Offloaded(store, _torch.device_of(x))
 
-    leaves, treedef = tree.flatten(t, is_leaf=is_sharded)
-    _move(leaves, list(map(where, leaves)))
+    leaves, treedef = tree.flatten(state, is_leaf=is_sharded)
+    _move(leaves, list(map(space_for, leaves)))
     return tree.unflatten(treedef, leaves)
 
 
-def _move(leaves: list[Any], wanted: Iterable[MemorySpace | None]) -> bool:
+def _move(leaves: list[Leaf], spaces: Iterable[MemorySpace | None]) -> bool:
     """Moves leaves on the device to their store; returns whether there were any.
 
     Leaves of a buffer are moved together, one buffer after the other.
     """
     moved: dict[int, dict[int, Sharded]] = {}  # by buffer, and by layout
     changed = False
-    for i, (leaf, to) in enumerate(zip(leaves, wanted, strict=True)):
-        x = _buffer(leaf) if to is not None and to.offloaded else None
-        if to is None or x is None or x.requires_grad or space_of(x).offloaded:
+    for i, (leaf, space) in enumerate(zip(leaves, spaces, strict=True)):
+        x = _buffer_of(leaf) if space is not None and space.offloaded else None
+        if space is None or x is None or x.requires_grad or space_of(x).offloaded:
             continue
         changed = True
         if isinstance(leaf, Sharded) and (shard := leaf.packed) is not None:
             if id(shard) not in moved:
-                new = shard.like(to.copied(x)).leaves()
-                moved[id(shard)] = dict(zip(map(id, shard.members), new, strict=True))
+                made = shard.like(space.copied(x)).leaves()
+                moved[id(shard)] = dict(zip(map(id, shard.members), made, strict=True))
             leaves[i] = moved[id(shard)][id(leaf.layout)]
         else:
-            part = to.copied(x)
-            if leaf is x:  # plain: whose it is stands by its memory
+            part = space.copied(x)
+            if leaf is x:  # a plain tensor's layout is known by its memory
                 lay_leaf(part, placement_of(x))
             leaves[i] = leaf.with_local(part) if isinstance(leaf, Sharded) else part
     return changed
 
 
-# Activations: after a unit has run, the part of the graph that it made is walked once,
-# as `unit_calls` does for parameters: what its operators saved gets hooks that keep a
-# copy elsewhere.
+# Activations
 
 _SMALL = 256  # bytes that are not worth a copy
-_UNIT = 16  # bytes: every dtype's size divides it
+_ALIGNMENT = 16  # bytes: every dtype's size divides it
 
 
-def _with_residuals_in(
-    store: Store, run: Callable[..., Any], call: Call
-) -> Callable[..., Any]:
-    """``run``, whose residuals go to ``store`` when it is over."""
+def _with_residuals_in(store: Store, run: Function, call: Call) -> Function:
+    """Returns ``run``, whose residuals go to ``store`` when it is over."""
 
-    def run_and_store(params: Any, /, *inputs: Any, **keywords: Any) -> Any:
-        tracer, now = call.frame.tracer, running()
-        tried = tracer is not None and (tracer.forward_only or not tracer.complete)
-        plain = tried or call.frame.composable or now.recompute
-        if plain or not torch.is_grad_enabled():
+    def run_and_store(params: PyTree, /, *inputs: PyTree, **keywords: PyTree) -> PyTree:
+        tracer, state = call.frame.tracer, running()
+        is_tried = tracer is not None and (tracer.forward_only or not tracer.complete)
+        # Residuals of a recompute are read at once; `torch.func` allows no hooks.
+        is_plain = is_tried or call.frame.composable or state.recompute
+        if is_plain or not torch.is_grad_enabled():
             return run(params, *inputs, **keywords)
         leaves = tree.leaves(params, is_leaf=is_sharded)
-        given = [x for x in tree.leaves((inputs, keywords)) if isinstance(x, Tensor)]
-        stays = {key for x in leaves for key in _memory(x)}
-        stays |= {_torch.storage_key(x) for x in given if not x.requires_grad}
-        thread = now.token
-        stop = {x.grad_fn for x in given}
+        others = [x for x in tree.leaves((inputs, keywords)) if isinstance(x, Tensor)]
+        # The state's memory, and that of a batch, live on anyway: a copy frees nothing.
+        resident = {key for x in leaves for key in _storages_of(x)}
+        resident |= {_torch.storage_key(x) for x in others if not x.requires_grad}
+        unit_token = state.token
+        stop = {x.grad_fn for x in others}
         stop |= {x.grad_fn for x in leaves if isinstance(x, Tensor)}
-        if thread is not None:  # units before this one hang on it
-            stop.add(thread.latest.grad_fn)
-        del leaves, given
+        if unit_token is not None:  # units before this one hang on it
+            stop.add(unit_token.latest.grad_fn)
+        del leaves, others  # the unit may free them
         out = run(params, *inputs, **keywords)
         outs = [x for x in tree.leaves(out) if isinstance(x, Tensor)]
         roots = [x.grad_fn for x in outs if x.requires_grad]
-        residuals = _Residuals(store, _LAST.get(thread) if thread else None)
+        residuals = _Residuals(store, _LAST.get(unit_token) if unit_token else None)
         nodes = [*_torch.graph_nodes(roots, stop), *(x.grad_fn for x in call.savers)]
         _torch.hook_residuals(
-            nodes, lambda x: _goes(x, stays), residuals.pack, residuals.unpack
+            nodes, lambda x: _is_worth(x, resident), residuals.pack, residuals.unpack
         )
-        residuals.alive.clear()
-        if thread is not None:
-            _LAST[thread] = residuals
+        residuals.packing.clear()
+        if unit_token is not None:
+            _LAST[unit_token] = residuals
         return out
 
     return run_and_store
 
 
-# The unit call before, of a gradient call.
+# By the token of a gradient call, the residuals of its last unit call.
 _LAST: weakref.WeakKeyDictionary[UnitToken, _Residuals] = weakref.WeakKeyDictionary()
 
 
-def _memory(x: Any) -> list[int]:
-    """The storages of a parameter, which stay where they are."""
+def _storages_of(x: Leaf) -> list[int]:
+    """Returns the storages of a parameter, which stay where they are."""
     if isinstance(x, Sharded) and x.packed is not None:
-        both = (x.packed.flat, x.packed.whole)
-        return [_torch.storage_key(t) for t in both if t is not None]
+        buffers = (x.packed.flat, x.packed.whole)
+        return [_torch.storage_key(t) for t in buffers if t is not None]
     x = x.local if isinstance(x, Sharded) else x
     return [_torch.storage_key(x)] if isinstance(x, Tensor) else []
 
 
-def _goes(x: Tensor, stays: set[int]) -> bool:
-    """True if a saved tensor is worth a copy, and can be made again of one."""
-    plain = type(x) in (Tensor, torch.nn.Parameter, _torch.FakeTensor)
-    if not plain or x.layout != torch.strided or x.is_conj() or x.is_neg():
+def _is_worth(x: Tensor, resident: set[int]) -> bool:
+    """Returns whether a saved tensor is worth a copy, and can be made again of one."""
+    is_plain = type(x) in (Tensor, torch.nn.Parameter, _torch.FakeTensor)
+    if not is_plain or x.layout != torch.strided or x.is_conj() or x.is_neg():
         return False
     if x.untyped_storage().nbytes() < _SMALL or _torch.is_wrapped(x):
         return False
-    return _torch.storage_key(x) not in stays
+    return _torch.storage_key(x) not in resident
 
 
-class _Held:
-    """The memory of one storage, elsewhere; on the device while it is used."""
+class _StoredStorage:
+    """The bytes of one storage in a store; on the device while they are used.
+
+    Args:
+        x: a tensor that lies in the storage.
+
+    Attributes:
+        stored: the copy.
+    """
 
     def __init__(self, x: Tensor, store: Store):
         memory = x.untyped_storage()
         self.size = memory.nbytes()
-        room = -(-self.size // _UNIT) * _UNIT
+        # Rounded up, so that the copy can be viewed in any dtype.
+        size = -(-self.size // _ALIGNMENT) * _ALIGNMENT
         self.device, self.store = x.device, store
-        self.there = store.scratch(room, torch.uint8, x.device)
-        if isinstance(x, _torch.FakeTensor):  # to copy into memory counts, to view not
+        self.stored = store.scratch(size, torch.uint8, x.device)
+        # In a plan what is copied counts, not a view of it: so the whole storage is
+        # copied in the dtype of ``x``, as fake tensors have no bytes.
+        if isinstance(x, _torch.FakeTensor):
             count = self.size // x.element_size()
-            there = self.there[: count * x.element_size()].view(x.dtype)
-            there.copy_(x.detach().as_strided((count,), (1,), 0))
+            stored = self.stored[: count * x.element_size()].view(x.dtype)
+            stored.copy_(x.detach().as_strided((count,), (1,), 0))
         else:
             bare = torch.empty(0, dtype=torch.uint8, device=x.device)
             bytes_ = bare.set_(memory, 0, (self.size,))  # type: ignore[call-overload]
-            store.copy(self.there[: self.size], bytes_, private=True)
-        self._here: weakref.ref | None = None
+            store.copy(self.stored[: self.size], bytes_, private=True)
+        self._fetched: weakref.ref[Tensor] | None = None
 
-    def here(self) -> Tensor:
-        found = None if self._here is None else self._here()
-        if found is None:
-            found = self.there.new_empty(self.there.shape, device=self.device)
-            # It waits for the copy there, also in another stream.
-            self.store.copy(found, self.there, private=True)
-            self._here = weakref.ref(found)
-        elif crosses(found, self.there):  # a node of another stream may have fetched it
-            follow(found, self.there)
-        return found
+    def fetch(self) -> Tensor:
+        """Returns the bytes on the device: one copy for all that read them."""
+        fetched = None if self._fetched is None else self._fetched()
+        if fetched is None:
+            fetched = self.stored.new_empty(self.stored.shape, device=self.device)
+            # It waits for the copy into the store, also in another stream.
+            self.store.copy(fetched, self.stored, private=True)
+            self._fetched = weakref.ref(fetched)
+        elif crosses(fetched, self.stored):
+            # Autograd runs a node in the stream of its forward: one of another stream
+            # may have fetched it.
+            follow(fetched, self.stored)
+        return fetched
 
 
-class _Packed(NamedTuple):
-    held: _Held
+class _StoredTensor(NamedTuple):
+    """A saved tensor as a view of a stored storage."""
+
+    storage: _StoredStorage
     dtype: torch.dtype
     size: torch.Size
     stride: tuple[int, ...]
@@ -408,29 +447,35 @@ class _Residuals:
 
     Args:
         before: those of the call before it, which the backward reads next.
+
+    Attributes:
+        packing: by storage, what was stored, while tensors are packed. With the
+            storage, so that its address is no other's meanwhile.
+        storages: all that were stored.
     """
 
     def __init__(self, store: Store, before: _Residuals | None):
         self.store = store
         self.before = None if before is None else weakref.ref(before)
-        # By storage, which is held until all is packed: its address stays its own.
-        self.alive: dict[int, tuple[Any, _Held]] = {}
-        self.held: list[weakref.ref[_Held]] = []
+        self.packing: dict[int, tuple[torch.UntypedStorage, _StoredStorage]] = {}
+        # By weakref: autograd frees each when its last tensor has been read.
+        self.storages: list[weakref.ref[_StoredStorage]] = []
 
-    def pack(self, x: Tensor) -> _Packed:
+    def pack(self, x: Tensor) -> _StoredTensor:
         key = _torch.storage_key(x)
-        if key not in self.alive:
-            one = _Held(x, self.store)
-            self.alive[key] = x.untyped_storage(), one
-            self.held.append(weakref.ref(one))
-        held = self.alive[key][1]
-        return _Packed(held, x.dtype, x.shape, x.stride(), int(x.storage_offset()))
+        if key not in self.packing:
+            storage = _StoredStorage(x, self.store)
+            self.packing[key] = x.untyped_storage(), storage
+            self.storages.append(weakref.ref(storage))
+        storage, offset = self.packing[key][1], int(x.storage_offset())
+        return _StoredTensor(storage, x.dtype, x.shape, x.stride(), offset)
 
-    def unpack(self, packed: _Packed) -> Tensor:
+    def unpack(self, packed: _StoredTensor) -> Tensor:
+        # The first read of this call: the call before is read next.
         before, self.before = self.before, None
-        if before is not None and (other := before()) is not None:
-            for each in other.held:
-                if (held := each()) is not None:
-                    space_of(held.there).read_ahead(held.there)
-        held, dtype, size, stride, offset = packed
-        return held.here().view(dtype).as_strided(size, stride, offset)
+        if before is not None and (residuals := before()) is not None:
+            for reference in residuals.storages:
+                if (storage := reference()) is not None:
+                    space_of(storage.stored).read_ahead(storage.stored)
+        storage, dtype, size, stride, offset = packed
+        return storage.fetch().view(dtype).as_strided(size, stride, offset)

@@ -104,7 +104,7 @@ def storage_of(x: Tensor) -> int:
 
 
 def assume(x: _Tree, axis: Axis, type: AxisType) -> _Tree:
-    """``x``, declared to be replicated or rank-local over an axis of ``shard``.
+    """Declares that ``x`` is replicated or rank-local over an axis of ``shard``.
 
     The way past a refusal where you know more than the type check. Nothing is checked,
     and the derivative is the identity.

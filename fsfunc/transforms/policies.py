@@ -134,7 +134,7 @@ _TAPES: ContextVar[tuple[Tape, ...]] = ContextVar("fsfunc_tapes", default=())
 
 
 def checkpoint_name(x: Tensor, name: str) -> Tensor:
-    """``x``, known by ``name`` to the policy of a ``remat`` around the unit.
+    """Names ``x`` for the policy of a ``remat`` around the unit; returns it.
 
     What is kept is the output of the op that made ``x``. A value that was changed in
     place, or is a view of the unit's input, is recomputed whatever the policy says.
@@ -187,7 +187,7 @@ class Tape:
 
     def __init__(self, policy: Policy):
         self.policy = policy
-        self.makers = StorageTable[_OpOutput | None]()
+        self.makers: StorageTable[_OpOutput | None] = StorageTable()
         self.saved: dict[int, _OpOutput] = {}
         self.values: dict[int, tuple[Tensor, int]] = {}
 
@@ -282,6 +282,9 @@ class _OpCounter(_torch.OperatorMode):
     Args:
         run: ``run(number, func, args, kwargs)``.
     """
+
+    run: Callable[[int, _torch.OpOverload, _torch.Args, _torch.Kwargs], Any]
+    count: int
 
     def __init__(
         self, run: Callable[[int, _torch.OpOverload, _torch.Args, _torch.Kwargs], Any]

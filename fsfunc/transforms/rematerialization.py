@@ -18,6 +18,7 @@ from fsfunc import tree
 from fsfunc.comm.tracebacks import api_boundary
 from fsfunc.core.execution_context import running
 from fsfunc.core.frames import Frame, Interpretation, transformed
+from fsfunc.core.tracers import Tracer
 from fsfunc.core.units import Call
 from fsfunc.sharded.leaf import Sharded, is_sharded
 from fsfunc.transforms.policies import MODES, MinCut, Mode, Policy, recomputes
@@ -33,7 +34,7 @@ _R = TypeVar("_R")
 def remat(
     f: Callable[_P, _R], policy: Policy | MinCut | Mode | None = None
 ) -> Callable[_P, _R]:
-    """``f`` with each unit keeping its inputs alone, and computing again in backward.
+    """Saves only the inputs of each unit of ``f``, and recomputes it in the backward.
 
     The recompute runs under the same autocast, with the same random numbers (of torch's
     default generators, your own ``torch.Generator``, Python's ``random`` and numpy's
@@ -77,7 +78,7 @@ def remat_calls(
     calls: Iterable[int],
     policy: Policy | MinCut | Mode | None = None,
 ) -> Callable[_P, _R]:
-    """``f`` with these of its loss's unit calls recomputed in the backward.
+    """Recomputes, in the backward, the given unit calls of the loss in ``f``.
 
     ``remat`` recomputes every unit; this one the calls of the given numbers, counted
     from 0 in the order in which the loss makes them, as ``program`` lists them. What a
@@ -150,7 +151,7 @@ class _Remat(Interpretation):
         calls = () if self.calls is None else (("calls", sorted(self.calls)),)
         return (*calls, ("policy", policy))
 
-    def recorded(self, recorder: Any) -> Interpretation:
+    def recorded(self, recorder: Tracer) -> Interpretation:
         return Interpretation()  # what is recorded is computed once
 
     def unit(self, run: Function, call: Call) -> Function:

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import pickle
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import replace
 from enum import Enum, auto
@@ -111,6 +111,16 @@ class RepeatedCall:
         savers: results of `_Saver`: their nodes save the arguments and named values.
     """
 
+    run: Function
+    positions: list[int]
+    treedef: tree.TreeDef
+    undrawing: set[Hashable]
+    name: str
+    is_first_run: bool
+    in_function: bool
+    computes_gradients: bool
+    missed: bool
+
     def __init__(
         self,
         run: Function,
@@ -123,16 +133,18 @@ class RepeatedCall:
     ):
         self.run, self.positions, self.treedef = run, positions, treedef
         # Tensors are saved by `_Saver`'s node, and so freed with the graph.
-        self.leaves = list(leaves)
+        self.leaves: list[Leaf] = list(leaves)
         for i in positions:
             x = leaves[i]
             self.leaves[i] = x.with_local(None) if isinstance(x, Sharded) else None
-        self.requires_grad = [x.requires_grad for x in tensors]
+        self.requires_grad: list[bool] = [x.requires_grad for x in tensors]
         # An argument given twice is one tensor again: attention asks if k is v.
         first: dict[int, int] = {}
-        self.first_index = [first.setdefault(id(x), i) for i, x in enumerate(tensors)]
-        self.tape = None if policy is None else Tape(policy)
-        self.autocast_dtypes = {
+        self.first_index: list[int] = [
+            first.setdefault(id(x), i) for i, x in enumerate(tensors)
+        ]
+        self.tape: Tape | None = None if policy is None else Tape(policy)
+        self.autocast_dtypes: dict[str, torch.dtype] = {
             device: torch.get_autocast_dtype(device)
             for device in ("cpu", "cuda")
             if torch.is_autocast_enabled(device)
@@ -144,23 +156,32 @@ class RepeatedCall:
         flags: list[bool | str] = []
         if len(leaves) > len(tensors):  # with `training=False` it may draw nothing
             flags = [x for x in leaves if x.__class__ in _FLAGS]
-        self.key = (f.here and f.here.rank, treedef, *kinds, *flags)
+        self.key: tuple[Hashable, ...] = (
+            f.here and f.here.rank,
+            treedef,
+            *kinds,
+            *flags,
+        )
         self.undrawing, compiler, self.name = (
             call.unit.drawless_keys,
             f.compiler,
             call.name,
         )
-        self.is_compiled = compiler is not None and compiler.compiles(call)
+        self.is_compiled: bool = compiler is not None and compiler.compiles(call)
         # To ask them takes longer than to ask torch's: once for each key.
-        self.python_states = [] if self.key in self.undrawing else other_states()
+        self.python_states: States = (
+            [] if self.key in self.undrawing else other_states()
+        )
         # A plan is that of a first call, whoever has planned before.
-        self.hook_modes = call.unit.residual_modes if f.tracer is None else {}
+        self.hook_modes: dict[Hashable, HookMode] = (
+            call.unit.residual_modes if f.tracer is None else {}
+        )
         self.hook_mode: HookMode | None = self.hook_modes.get(self.key)
         self.residuals: list[
             tuple[weakref.ref[_Residual], torch.Size, torch.dtype]
         ] = []
         self.norms: list[tuple[Tensor, Tensor] | None] | None = None
-        self.mode_count = 0
+        self.mode_count: int = 0
         self.token_device: torch.device | None = None
         self.is_first_run, self.in_function = True, False
         self.computes_gradients = self.missed = False

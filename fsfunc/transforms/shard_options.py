@@ -176,9 +176,14 @@ class GroupTable(dict[tuple[str, ...], BufferGroups]):
         mean_size: the number of ranks over which the loss is a mean.
     """
 
+    where: RankGroup
+    mean_size: int
+
     def __init__(self, options: ShardOptions, this_rank: Here):
         self.where, replica_axes = get_group(options.axis, this_rank), options.replicate
-        self.replicas = get_group(replica_axes, this_rank) if replica_axes else None
+        self.replicas: RankGroup | None = (
+            get_group(replica_axes, this_rank) if replica_axes else None
+        )
         self.mean_size = self.where.size
         if self.replicas is not None:
             self.mean_size *= self.replicas.size

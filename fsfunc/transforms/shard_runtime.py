@@ -44,7 +44,7 @@ from fsfunc.transforms.gathers import (
     Micro,
 )
 from fsfunc.transforms.gradient_sums import GradientSums
-from fsfunc.transforms.messages.wire import as_buffer
+from fsfunc.transforms.messages.wire import pack_parts
 from fsfunc.transforms.ownership import Ownership
 from fsfunc.transforms.shard_options import GroupTable, ShardOptions
 from fsfunc.tree.types import Leaf, PyTree
@@ -75,6 +75,15 @@ class ShardRuntime:
             backward visits them in reverse.
     """
 
+    groups: GroupTable
+    options: ShardOptions
+    zero: int
+    pool: BufferPool
+    coordinates: dict[str, int]
+    ownership: Ownership
+    first_index: int
+    index_after: int
+
     def __init__(
         self,
         groups: GroupTable,
@@ -98,16 +107,16 @@ class ShardRuntime:
         # Only where a backward will gather again.
         stores_partial = self.zero == 3 and options.reshard_after_forward is not False
         stores_partial = stores_partial and bool(differentiated)
-        self.gathers = Gathers(groups, shards, options, pool, stores_partial)
+        self.gathers: Gathers = Gathers(groups, shards, options, pool, stores_partial)
         defers = self.gathers.offloads
-        self.prefetches = groups.where.size > 1 or defers
+        self.prefetches: bool = groups.where.size > 1 or defers
         self.first_index = self.index_after = first_index
         self.call_counts: dict[Micro, int] = {}
         self.microbatches_begun: set[Micro] = set()
         self.returned_calls: dict[Micro, list[Calls]] = {}
-        self.summed = {} if summed is None else summed
+        self.summed: dict[int, FlatShard] = {} if summed is None else summed
         self.parts: Parts = {} if parts is None else parts
-        self.sums = GradientSums(
+        self.sums: GradientSums = GradientSums(
             groups,
             options,
             pool,
@@ -335,7 +344,7 @@ class ShardRuntime:
                         self.sums.observed.joined(call, shard)
                     return None
         if self.sums.packs_in_graph:
-            buffer = as_buffer(buffer, shard, call.dtypes.reduced)
+            buffer = pack_parts(buffer, shard, call.dtypes.reduced)
         if not call.summed_by_runtime:
             return buffer
         self.sums.add(call, shard, buffer)

@@ -21,7 +21,7 @@ from torch import Tensor
 from fsfunc import _torch, tree
 from fsfunc.comm.attribution import internal
 from fsfunc.comm.groups import get_group
-from fsfunc.comm.mesh import Here, here
+from fsfunc.comm.mesh import Here, Mesh, here
 from fsfunc.core.frames import Frame, Interpretation, frame, inside
 from fsfunc.core.outcomes import GradientCall, Outcome
 from fsfunc.core.reduction_hooks import (
@@ -70,6 +70,12 @@ class Sharding(Interpretation):
         uncompared: see `gradient_checks`.
     """
 
+    options: ShardOptions
+    mesh: Mesh
+    axis: tuple[str, ...]
+    axes: tuple[str, ...]
+    zero: int
+
     lays_out = ends_alike = True
     called = "shard"
 
@@ -77,7 +83,7 @@ class Sharding(Interpretation):
         self.first_calls = first_calls
         self.options, self.mesh, self.axis = options, options.mesh, options.axis
         self.axes, self.zero = options.axes, options.zero
-        self.min_bytes = options.min_bytes
+        self.min_bytes: int = options.min_bytes
         self.compared_whole: frozenset[tuple[int, int, tuple[int, ...]]] = frozenset()
         self.uncompared: dict[Any, set[str]] = {}
 

@@ -36,7 +36,7 @@ def shard(
     reduction: Reduction | None = None,
     equal_batches: Axis | None = None,
 ) -> Callable[_P, _R]:
-    """``f`` with its units' parameters split over ``axis``, one part per rank.
+    """Splits the parameters of the units of ``f`` over ``axis``, one part per rank.
 
     Each unit gathers its parameters, runs, and frees them; its backward gathers them
     again, without recomputing, and reduces the gradients. The loss is the mean over

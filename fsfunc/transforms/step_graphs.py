@@ -11,7 +11,7 @@ graph rounds otherwise than the step does.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from threading import Lock
 from typing import Any, NamedTuple
 
@@ -26,9 +26,18 @@ from fsfunc.runtime.generators import one_number
 from fsfunc.sharded.donated import Donation
 from fsfunc.sharded.leaf import FlatShard, Sharded, is_sharded
 from fsfunc.sharded.plain_leaves import lay_leaf
-from fsfunc.transforms.graph_arguments import Arguments, Returned, held, settings
-from fsfunc.transforms.graph_collectives import Run, at_now
+from fsfunc.transforms.graph_arguments import (
+    Arguments,
+    Returned,
+    buffer_of,
+    torch_settings,
+)
+from fsfunc.transforms.graph_collectives import Run, with_current_link
 from fsfunc.transforms.step_traces import StepTrace, check_takes
+from fsfunc.tree.types import Leaf, PyTree
+
+# The rank with its mesh, settings, and a key of the arguments.
+GraphKey = tuple[Any, tuple[Hashable, ...], tuple[Hashable, ...]]
 
 
 def whole_step(
@@ -43,16 +52,17 @@ def whole_step(
     def run(*args: Any, **keywords: Any) -> Any:
         if (around := frame().run_outermost) is not None:
             # Not `run`: what holds itself lives until the garbage is collected.
-            again = functools.wraps(f)(functools.partial(_called, f, graphs))
+            again = functools.wraps(f)(functools.partial(_call_step, f, graphs))
             return around(again, args, keywords)
-        return _called(f, graphs, *args, **keywords)
+        return _call_step(f, graphs, *args, **keywords)
 
     return run
 
 
-def _called(
-    f: Callable[..., Any], graphs: _Graphs, /, *args: Any, **keywords: Any
-) -> Any:
+def _call_step(
+    f: Callable[..., PyTree], graphs: _Graphs, /, *args: PyTree, **keywords: PyTree
+) -> PyTree:
+    """Calls a step by its graph; where it is recorded or differentiated, as it is."""
     outer = frame()
     if outer.tracer is not None or outer.composable or _torch.fake_active():
         return f(*args, **keywords)
@@ -63,62 +73,76 @@ def _called(
     return graphs(args, keywords)
 
 
-class _Kind(NamedTuple):
-    """The calls that share one without a graph: that one, and the keys of graphs."""
+class _EagerCall(NamedTuple):
+    """A call that ran without a graph, which later calls of its kind rest on.
 
-    seen: Returned
-    key: Any
-    graphs: list[Any]
+    Args:
+        returned: what it returned; ``key``: that of its arguments.
+        graph_keys: the keys of the graphs that rest on it.
+    """
+
+    returned: Returned
+    key: GraphKey
+    graph_keys: list[GraphKey]
 
 
 class _Graphs:
     """The graphs of one step, by the key of its arguments."""
 
-    def __init__(self, f: Callable[..., Any], backend: str, options: dict[str, Any]):
+    def __init__(self, f: Callable[..., PyTree], backend: str, options: dict[str, Any]):
         self.f, self.backend, self.options = f, backend, options
-        self.made: dict[Any, StepGraph] = {}
-        self.kinds: dict[Any, _Kind] = {}
+        self.graphs: dict[GraphKey, StepGraph] = {}
+        self.eager_calls: dict[GraphKey, _EagerCall] = {}
         self.lock = Lock()  # simulated ranks are threads
 
-    def __call__(self, args: Any, keywords: Any) -> Any:
-        given = Arguments(args, keywords)
+    def __call__(self, args: tuple[PyTree, ...], keywords: dict[str, PyTree]) -> PyTree:
+        arguments = Arguments(args, keywords)
+        # Autograd cannot differentiate what the graph returns.
         if torch.is_inference_mode_enabled() or any(
-            x.requires_grad for x in given.given
+            x.requires_grad for x in arguments.buffers
         ):
             return self.f(*args, **keywords)
         at, donated = maybe_here(), frame().donated
-        who, how = at and (at.mesh, at.rank), (donated is not None, *settings())
-        key = who, how, given.key
-        found = self.made.get(key)
-        if found is None:
-            kind = who, how, given.kind(args, keywords)
-            if kind not in self.kinds:
+        # By rank too: ranks of one process have graphs with links of their own.
+        this_rank = at and (at.mesh, at.rank)
+        options = donated is not None, *torch_settings()
+        key = this_rank, options, arguments.key
+        graph = self.graphs.get(key)
+        if graph is None:
+            eager_key = this_rank, options, arguments.eager_key()
+            if eager_key not in self.eager_calls:
                 out = self.f(*args, **keywords)
-                self._keep(kind, _Kind(Returned.of(out, given), key, []))
+                call = _EagerCall(Returned.of(out, arguments), key, [])
+                self._remember(eager_key, call)
                 return out
-            found = self._new(key, self.kinds[kind], given, donated is not None)
-        if found.kernels is None:
+            eager_call = self.eager_calls[eager_key]
+            graph = self._trace(key, eager_call, arguments, donated is not None)
+        if graph.kernels is None:
             with self.lock:
-                found.compile(given, self.backend, self.options)
-        return found(given, donated)
+                graph.compile(arguments, self.backend, self.options)
+        return graph(arguments, donated)
 
-    def _keep(self, name: Any, kind: _Kind) -> None:
-        """Keeps a new kind, such as another state's; forgets the oldest of many."""
-        self.kinds[name] = kind
-        of_rank = [k for k in self.kinds if k[0] == name[0]]
+    def _remember(self, eager_key: GraphKey, call: _EagerCall) -> None:
+        """Remembers a call of a new kind, as of another state; forgets the oldest."""
+        self.eager_calls[eager_key] = call
+        of_rank = [k for k in self.eager_calls if k[0] == eager_key[0]]
         if len(of_rank) > operator_graphs.most_shapes():
-            for key in self.kinds.pop(of_rank[0]).graphs:
-                del self.made[key]
+            for key in self.eager_calls.pop(of_rank[0]).graph_keys:
+                del self.graphs[key]
 
-    def _new(self, key: Any, kind: _Kind, given: Arguments, donates: bool) -> StepGraph:
-        """The graph of new shapes."""
-        if (n := len(kind.graphs)) >= operator_graphs.most_shapes():
-            raise RuntimeError(_MANY.format(n, given.beside()))
-        alike = key == kind.key
-        trace = StepTrace(self.f, given, kind.seen, donates=donates, alike=alike)
-        kind.graphs.append(key)
-        self.made[key] = StepGraph(trace)
-        return self.made[key]
+    def _trace(
+        self, key: GraphKey, call: _EagerCall, arguments: Arguments, donates: bool
+    ) -> StepGraph:
+        """Traces the step for new shapes; returns its graph."""
+        if (n := len(call.graph_keys)) >= operator_graphs.most_shapes():
+            raise RuntimeError(_MANY.format(n, arguments.describe_batch()))
+        alike = key == call.key
+        trace = StepTrace(
+            self.f, arguments, call.returned, donates=donates, alike=alike
+        )
+        call.graph_keys.append(key)
+        self.graphs[key] = StepGraph(trace)
+        return self.graphs[key]
 
 
 class StepGraph:
@@ -126,14 +150,22 @@ class StepGraph:
 
     Args:
         trace: that of the step.
+
+    Attributes:
+        kernels: what the compiler has made; None before.
     """
+
+    trace: StepTrace
+    traced: operator_graphs.TracedStep
 
     kernels: Callable[..., Sequence[Any]] | None = None
 
     def __init__(self, trace: StepTrace):
         self.trace, self.traced = trace, trace.traced
 
-    def compile(self, given: Arguments, backend: str, options: dict[str, Any]) -> None:
+    def compile(
+        self, arguments: Arguments, backend: str, options: dict[str, Any]
+    ) -> None:
         """Compiles the graph; with "eager" its operators run one by one.
 
         Raises:
@@ -141,8 +173,9 @@ class StepGraph:
         """
         if self.kernels is not None:  # another rank's thread was first
             return
-        graph, tensors = self.traced.graph, given.tensors()
-        for i in self.traced.written:  # alone in its memory, as in a call
+        graph, tensors = self.traced.graph, arguments.graph_inputs()
+        # Alone in its memory, as `_copy_shared` makes it in a call.
+        for i in self.traced.written:
             tensors[i] = torch.empty_like(tensors[i])
         inputs = self._inputs(tensors)
         operator_graphs.compute_again(graph)
@@ -152,92 +185,117 @@ class StepGraph:
         try:
             self.kernels = operator_graphs.compiled(graph, inputs, options)
         except Exception as error:
-            first = str(error).strip().partition("\n")[0]
-            raise RuntimeError(_REFUSED.format(first)) from error
+            first_line = str(error).strip().partition("\n")[0]
+            raise RuntimeError(_REFUSED.format(first_line)) from error
 
     def _inputs(self, tensors: list[Tensor]) -> list[Tensor]:
         return [*tensors, *self.traced.constants]
 
-    def __call__(self, given: Arguments, donated: Donation | None) -> Any:
-        due = []
-        for first_calls, f, found in self.trace.compared:
-            found = found.replace(here=at_now(found.here))
-            due.append(
-                (first_calls, f, found, first_calls.begin_call(given.rest, found))
-            )
-        tensors, link = given.tensors(), self.trace.link
+    def __call__(self, arguments: Arguments, donated: Donation | None) -> PyTree:
+        # The comparisons of ranks that `shard` makes around a call of the step.
+        comparisons = []
+        for first_calls, f, traced_frame in self.trace.compared:
+            now = traced_frame.replace(here=with_current_link(traced_frame.here))
+            context = first_calls.begin_call(arguments.batch, now)
+            comparisons.append((first_calls, f, now, context))
+        tensors, link = arguments.graph_inputs(), self.trace.link
         if donated is not None:
-            self._keep_others(tensors, donated)
+            self._copy_shared(tensors, donated)
+        # Numbers that the step draws and does not use: generators go on as without.
         for _ in range(self.trace.before.drawn):
             one_number()
-        with self.trace.claims.repeat_for([call for *_, call in due]):
-            for fn, i, into in self.trace.asked:
-                into.copy_(torch.as_tensor(fn(given.leaves[i])))
+        with self.trace.claims.repeat_for([context for *_, context in comparisons]):
+            for fn, i, rate in self.trace.asked:
+                rate.copy_(torch.as_tensor(fn(arguments.leaves[i])))
         run = Run([] if link is None else link.calls)
         run.trim()
         try:
             with torch.no_grad(), operator_graphs.running(run):
                 made = self.kernels(*self._inputs(tensors))  # type: ignore[misc]
-        finally:  # a step that raises has spoiled what it may have written
+        finally:
+            # Compiled kernels do not count versions. Also if the step raises: it has
+            # spoiled what it may have written.
             written = [tensors[i] for i in self.traced.written]
             torch.autograd.graph.increment_version(written)
-        leaves = self._leaves(given, tensors, made)
-        out = tree.unflatten(self.trace.seen.treedef, leaves)
-        for first_calls, f, found, call in due:
-            first_calls.compare_state(f, found, given.state, out, call)
+        leaves = self._make_leaves(arguments, tensors, made)
+        out = tree.unflatten(self.trace.returned.treedef, leaves)
+        for first_calls, f, now, context in comparisons:
+            first_calls.compare_state(f, now, arguments.state_def, out, context)
         return out
 
-    def _keep_others(self, tensors: list[Tensor], donated: Donation) -> None:
-        """Copies the inputs that are written, and whose memory others use too.
+    def _copy_shared(self, tensors: list[Tensor], donated: Donation) -> None:
+        """Copies, in place, inputs that are written and whose memory others use too.
 
         So too a part of larger memory: in the graph that is gathered anew.
         """
         donated.add_made()
         written = self.traced.written
-        may = donated.may_write([tensors[i] for i in written])
-        for i, own in zip(written, may, strict=True):
+        writable = donated.may_write([tensors[i] for i in written])
+        for i, may_write in zip(written, writable, strict=True):
             x = tensors[i]
-            if not own or x.untyped_storage().nbytes() > x.nbytes:
+            if not may_write or x.untyped_storage().nbytes() > x.nbytes:
                 tensors[i] = x.clone()
 
-    def _leaves(
-        self, given: Arguments, tensors: list[Tensor], made: Sequence[Tensor]
-    ) -> list[Any]:
-        """The leaves of the result, over the tensors that the graph has made."""
-        kept = {(id(held(x)), id(x.layout)): x for x in given.leaves if is_sharded(x)}
-        written, buffers, found = set(self.traced.written), {}, []
-        for x, (kind, laid, _), place in zip(
-            self.trace.out, self.trace.seen.kinds, self.trace.places, strict=True
+    def _make_leaves(
+        self, arguments: Arguments, tensors: list[Tensor], made: Sequence[Tensor]
+    ) -> list[Leaf]:
+        """Returns the leaves of the result, over the tensors that the graph has made.
+
+        Args:
+            tensors: the inputs of the graph; ``made``: its outputs.
+        """
+        # A leaf that the step hands on unchanged is the one that it was given.
+        argument_leaves = {
+            (id(buffer_of(x)), id(x.layout)): x
+            for x in arguments.leaves
+            if is_sharded(x)
+        }
+        written, by_buffer, leaves = set(self.traced.written), {}, []
+        for x, (kind, layout, _), source in zip(
+            self.trace.out, self.trace.returned.leaves, self.trace.sources, strict=True
         ):
-            if place is None:  # a constant
-                found.append(x)
+            if source is None:  # a constant
+                leaves.append(x)
                 continue
-            ours, i = place
-            value = tensors[i] if ours else made[i]
-            over = ours and i in written
+            is_input, i = source
+            value = tensors[i] if is_input else made[i]
+            was_written = is_input and i in written
             if isinstance(x, Sharded):
-                same = None if over else kept.get((id(value), id(x.layout)))
-                found.append(_leaf_over(value, x, buffers) if same is None else same)
+                same = (
+                    None
+                    if was_written
+                    else argument_leaves.get((id(value), id(x.layout)))
+                )
+                leaf = _leaf_over(value, x, by_buffer) if same is None else same
+                leaves.append(leaf)
             elif kind in (int, float):
-                found.append(kind(value))
+                leaves.append(kind(value))
             else:
-                found.append(value.detach() if over else value)
-                if laid is not None:
-                    lay_leaf(found[-1], laid)
-        return found
+                # Another object than the input, which is marked as donated.
+                leaves.append(value.detach() if was_written else value)
+                if layout is not None:
+                    lay_leaf(leaves[-1], layout)
+        return leaves
 
 
-def _leaf_over(value: Tensor, like: Sharded, buffers: dict[int, Any]) -> Sharded:
-    """A leaf over new memory; ``buffers`` has those of its buffer, by their layouts."""
+def _leaf_over(
+    value: Tensor, like: Sharded, by_buffer: dict[int, dict[int, Sharded]]
+) -> Sharded:
+    """Returns a leaf over new memory.
+
+    Args:
+        value: the memory; ``like``: the leaf, without data.
+        by_buffer: the leaves of buffers that were made so far, by their layouts.
+    """
     shard = like.packed
     if shard is None:
         return like.with_local(value)
-    if id(value) not in buffers:
+    if id(value) not in by_buffer:
         leaves = FlatShard(
             shard.members, value, shard.coordinates, _spans=shard.spans
         ).leaves()
-        buffers[id(value)] = {id(x.layout): x for x in leaves}
-    return buffers[id(value)][id(like.layout)]
+        by_buffer[id(value)] = {id(x.layout): x for x in leaves}
+    return by_buffer[id(value)][id(like.layout)]
 
 
 _WITHIN = (

@@ -1,12 +1,13 @@
 """The trace of a step that is compiled whole: its operators, and what it returns.
 
 The step runs on tensors without data, with a link whose collectives become nodes. What
-a graph would freeze or change is refused here.
+a graph would freeze or change is refused here: Python runs while a step is traced, and
+not when its graph runs. `step_graphs` compiles the trace and runs it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -17,8 +18,8 @@ from torch import Tensor
 from fsfunc import tree
 from fsfunc._torch import operator_graphs
 from fsfunc.comm.mesh import maybe_here
-from fsfunc.core.frames import frame, inside
-from fsfunc.core.tracers import UnitCall
+from fsfunc.core.frames import Frame, Interpretation, frame, inside
+from fsfunc.core.tracers import FirstCalls, UnitCall
 from fsfunc.runtime.generators import drawn_elsewhere
 from fsfunc.runtime.scopes import BeforeRuns, in_graph
 from fsfunc.sharded.donated import Everything
@@ -31,16 +32,17 @@ from fsfunc.transforms.graph_arguments import (
     CONSTANT,
     Arguments,
     Returned,
-    distinct,
-    held,
-    said,
+    buffer_of,
+    distinct_buffers,
+    leaf_properties,
 )
 from fsfunc.transforms.graph_collectives import GraphLink
+from fsfunc.tree.types import Leaf, PyTree
 
 TAKES = ("shard", "accumulate", "remat", "remat_calls", "precision")
 
 
-def check_takes(handler: Any) -> None:
+def check_takes(handler: Interpretation) -> None:
     """Raises unless a graph can be that of a step with this interpretation."""
     if handler.called not in TAKES:
         name = handler.called or type(handler).__name__
@@ -51,7 +53,8 @@ class StepTrace:
     """The trace of a step, for arguments of one key; the compiler of its frame.
 
     Args:
-        seen: what the step returned when it ran as it is.
+        f: the step; ``arguments``: those of the call.
+        returned: what the step returned when it ran as it is.
         donates: whether it may write into its first argument.
         alike: whether it had arguments of this key then. Else it runs once more, so
             that what changes from call to call is told from what a shape changes.
@@ -59,12 +62,21 @@ class StepTrace:
     Attributes:
         whole: as the frame's compiler: the step is compiled with all that it calls.
         traced: its graph; ``out``: the leaves of its result, without data.
-        places: of each, whether it lies in an input, and in which tensor; None: it is
+        sources: of each, whether it lies in an input, and in which tensor; None: it is
             a constant.
-        compared: the calls whose batches and states ``shard`` compares.
+        link: that of the trace; None where there is no rank.
+        compared: the calls whose batches and states ``shard`` compares: the check,
+            function and frame of each.
+        before: the Python that each run of the graph does before.
         claims: what the step claims to be equal on all ranks.
-        asked: (function, the leaf that it is given, tensor for what it returns).
+        asked: schedules: function, position of the leaf that it is given, and the
+            tensor for the rate that it returns.
     """
+
+    out: list[Leaf]
+    shadow_leaves: list[Leaf]
+    traced: operator_graphs.TracedStep
+    returned: Returned
 
     whole = True
     before: BeforeRuns
@@ -72,106 +84,117 @@ class StepTrace:
 
     def __init__(
         self,
-        f: Callable[..., Any],
-        given: Arguments,
-        seen: Returned,
+        f: Callable[..., PyTree],
+        arguments: Arguments,
+        returned: Returned,
         *,
         donates: bool,
         alike: bool,
     ):
-        self.seen = seen
+        self.returned = returned
         if not alike:
-            self._see_shapes(f, given, donates)
-        with self._without_data(f, given, donates) as (run, inputs):
-            drawn = drawn_elsewhere()
+            self._run_for_shapes(f, arguments, donates)
+        with self._without_data(f, arguments, donates) as (run, inputs):
+            has_drawn = drawn_elsewhere()
             self.traced = operator_graphs.traced(run, inputs)
-            if drawn():
+            if has_drawn():
                 raise RuntimeError(_DRAWS.format("Python's or numpy's"))
         if self.traced.written and not donates:
             raise RuntimeError(_WRITES)
-        packed = {id(x.packed.flat) for x in given.leaves if is_sharded(x) and x.packed}
-        plain = [id(x) not in packed for x in given.given]
-        operator_graphs.check_places(self.traced.graph, plain)
+        sharded = filter(is_sharded, arguments.leaves)
+        packed = {id(x.packed.flat) for x in sharded if x.packed}
+        is_plain = [id(x) not in packed for x in arguments.buffers]
+        operator_graphs.check_places(self.traced.graph, is_plain)
         for node in self.traced.graph.graph.nodes:
             call = node.target, node.args, node.kwargs
             if operator_graphs.is_operator(node.target) and is_random(*call):
                 raise RuntimeError(_DRAWS.format(node.target))
-        self.asked = self._asked_of_leaves()
+        self.asked: list[tuple[Callable[[Leaf], Any], int, Tensor]] = self._find_asked()
         self.out, treedef = tree.flatten(self.out, is_leaf=is_sharded)
         self._check_alike(treedef)
-        places = {id(x): (True, i) for i, x in enumerate(inputs)}
-        places |= {id(x): (False, i) for i, x in enumerate(self.traced.made)}
-        self.places = [places.get(id(held(x))) for x in self.out]
+        sources = {id(x): (True, i) for i, x in enumerate(inputs)}
+        sources |= {id(x): (False, i) for i, x in enumerate(self.traced.made)}
+        self.sources: list[tuple[bool, int] | None] = [
+            sources.get(id(buffer_of(x))) for x in self.out
+        ]
 
-    def _see_shapes(
-        self, f: Callable[..., Any], given: Arguments, donates: bool
+    def _run_for_shapes(
+        self, f: Callable[..., PyTree], arguments: Arguments, donates: bool
     ) -> None:
-        with self._without_data(f, given, donates) as (run, _):
+        """Runs the step without data; puts the new shapes into ``returned``."""
+        with self._without_data(f, arguments, donates) as (run, _):
             run()
-        out = Returned.of(self.out, given)
-        if out.treedef != self.seen.treedef:
+        out = Returned.of(self.out, arguments)
+        if out.treedef != self.returned.treedef:
             raise RuntimeError(_CHANGED.format("results of two structures"))
-        self.seen = self.seen.shaped_as(out)
+        self.returned = self.returned.shaped_as(out)
 
     @contextmanager
     def _without_data(
-        self, f: Callable[..., Any], given: Arguments, donates: bool
-    ) -> Iterator[Any]:
-        """Inside, a run of the step on tensors without data; returns it, and these."""
-        self.compared: list[Any] = []
+        self, f: Callable[..., PyTree], arguments: Arguments, donates: bool
+    ) -> Iterator[tuple[Callable[[], list[Tensor]], list[Tensor]]]:
+        """Inside, a run of the step on tensors without data; yields it, and these.
+
+        The run returns the tensors that it has made for its result.
+        """
+        self.compared: list[tuple[FirstCalls, Callable[..., PyTree], Frame]] = []
         at = maybe_here()
-        self.link = None if at is None else GraphLink(at)
+        self.link: GraphLink | None = None if at is None else GraphLink(at)
         at = at and replace(at, link=self.link)
         around = frame().replace(
             compiler=self, donated=Everything() if donates else None
         )
-        with without_data(given.leaves, at, read_error=_TOLD) as mode:
-            args, keywords, inputs = given.without_data(mode)
-            self.given = tree.leaves((args, keywords), is_leaf=is_sharded)
-            known = {id(x) for x in inputs}
+        with without_data(arguments.leaves, at, read_error=_TOLD) as mode:
+            args, keywords, inputs = arguments.without_data(mode)
+            self.shadow_leaves = tree.leaves((args, keywords), is_leaf=is_sharded)
+            input_ids = {id(x) for x in inputs}
 
             def run() -> list[Tensor]:
                 self.claims = Claims()
                 with inside(around), in_graph() as self.before, self.claims:
                     self.out = f(*args, **keywords)
-                made = distinct(tree.leaves(self.out, is_leaf=is_sharded))
-                return [x for x in made if id(x) not in known]
+                made = distinct_buffers(tree.leaves(self.out, is_leaf=is_sharded))
+                return [x for x in made if id(x) not in input_ids]
 
             yield run, inputs
 
-    def _asked_of_leaves(self) -> list[tuple[Any, Any, Tensor]]:
-        """As `BeforeRuns` says, with the positions of the last arguments' leaves."""
-        at = {id(x): i for i, x in enumerate(self.given) if isinstance(x, Tensor)}
-        del self.given
-        found = []
-        for fn, (*first, of), into in self.before.asked.values():
-            if id(of) not in at:
+    def _find_asked(self) -> list[tuple[Callable[[Leaf], Any], int, Tensor]]:
+        """Returns what `BeforeRuns` asked, with the positions of the leaves."""
+        tensors = enumerate(self.shadow_leaves)
+        positions = {id(x): i for i, x in tensors if isinstance(x, Tensor)}
+        del self.shadow_leaves
+        asked = []
+        for fn, (*first, leaf), rate in self.before.asked.values():
+            if id(leaf) not in positions:
                 raise RuntimeError(_COMPUTED)
-            found.append((partial(fn, *first), at[id(of)], into))
-        return found
+            asked.append((partial(fn, *first), positions[id(leaf)], rate))
+        return asked
 
-    def _check_alike(self, treedef: Any) -> None:
+    def _check_alike(self, treedef: tree.TreeDef) -> None:
         """Raises if the trace returns other than the call before, but for numbers."""
-        if treedef != self.seen.treedef:
+        if treedef != self.returned.treedef:
             raise RuntimeError(_CHANGED.format("results of two structures"))
-        for x, (kind, _, seen) in zip(self.out, self.seen.kinds, strict=True):
+        for x, (kind, _, before) in zip(self.out, self.returned.leaves, strict=True):
             if isinstance(x, Tensor) and kind in (int, float) and not x.ndim:
                 continue  # a number that is made of the state's
             if not isinstance(x, (Tensor, Sharded, *CONSTANT)):
                 raise TypeError(_ODD.format(type(x).__name__))
             if isinstance(x, Tensor) and x.requires_grad:
                 raise RuntimeError(_GRAPH)
-            if said(x) == seen or said(x) != said(x):  # NaN
+            now = leaf_properties(x)
+            if now == before or now != now:  # NaN
                 continue
             if isinstance(x, Tensor) and issubclass(kind, Tensor):
                 raise RuntimeError(
-                    _UNLIKE.format(describe_tensor(*seen), describe_tensor(*said(x)))
+                    _UNLIKE.format(describe_tensor(*before), describe_tensor(*now))
                 )
-            raise RuntimeError(_CHANGED.format(f"{seen!r}, then {x!r}"))
+            raise RuntimeError(_CHANGED.format(f"{before!r}, then {x!r}"))
 
     # As the compiler of the frame
 
-    def of(self, call: UnitCall) -> Callable[..., Any]:
+    # (units and updates run as they are: the whole step is compiled around them)
+
+    def of(self, call: UnitCall) -> Callable[..., PyTree]:
         return call.unit.fn
 
     def partitions_call(self, call: UnitCall) -> bool:
@@ -180,18 +203,26 @@ class StepTrace:
     def compiles(self, call: UnitCall) -> bool:
         return False
 
-    def update(self, rule: Any, make: Callable[[], Any], name: str) -> Any:
+    def update(
+        self, rule: Hashable, make: Callable[[], Callable[..., Any]], name: str
+    ) -> Callable[..., Any]:
         return make()
 
     check_takes = staticmethod(check_takes)
 
-    def compares(self, first_calls: Any, f: Any, found: Any, treedef: Any) -> None:
+    def compares(
+        self,
+        first_calls: FirstCalls,
+        f: Callable[..., PyTree],
+        entered: Frame,
+        treedef: tree.TreeDef,
+    ) -> None:
         """Notes that ``shard`` compares the batches and states of some calls.
 
         Not of a sharded function that the step calls, and that returns something else.
         """
-        if treedef == self.seen.treedef:
-            self.compared.append((first_calls, f, found))
+        if treedef == self.returned.treedef:
+            self.compared.append((first_calls, f, entered))
 
 
 _TOLD = (

@@ -45,7 +45,7 @@ from fsfunc.sharded.packing import (
 )
 from fsfunc.transforms.gathers import BufferDtypes, Calls, GatheredCall, Lifetime
 from fsfunc.transforms.gradients import check_derivatives, check_mapped
-from fsfunc.transforms.messages.wire import as_buffer, by_offset
+from fsfunc.transforms.messages.wire import gradients_by_offset, pack_parts
 from fsfunc.transforms.shard_options import ShardOptions
 from fsfunc.transforms.shard_runtime import ShardRuntime
 from fsfunc.tree.types import Leaf, PyTree
@@ -466,8 +466,8 @@ class _Enter(torch.autograd.Function):
                 if torch.is_grad_enabled():
                     # With create_graph: by operations that have derivatives.
                     dtype = shard.flat.dtype
-                    parts = by_offset(call.views, view_grads, dtype)
-                    g = as_buffer(parts, shard, dtype) if tracked else None
+                    parts = gradients_by_offset(call.views, view_grads, dtype)
+                    g = pack_parts(parts, shard, dtype) if tracked else None
                 elif of_gradient_call and call.summed_by_runtime or tracked:
                     shared_by = before if of_gradient_call else []
                     g = runtime.add_gradient(call, shard, view_grads, shared_by)

@@ -18,7 +18,7 @@ from fsfunc.optim.leaves import trainable_only
 from fsfunc.optim.optimizer import apply_updates
 from fsfunc.runtime.memory_spaces import Offloaded, moments_go_to, space_of
 from fsfunc.sharded.leaf import is_sharded
-from fsfunc.transforms.offloading import settled_in
+from fsfunc.transforms.offloading import moved_to
 from tests.checks import same, simulated
 from tests.covering import by_turns
 from tests.optim.optimizers import EVERY, TORCHS
@@ -151,7 +151,7 @@ def stepped(name, kinds, device):
         )
         with moments_go_to(moments_in):
             state = optimizer.init(params)
-        state = settled_in(moments_in, state) if moments_in else state
+        state = moved_to(moments_in, state) if moments_in else state
         lying, seen = [places(params)], []
         for grads, over in (far, False), (far, True), (near, False):
             with donated(params, state) if over else nullcontext():

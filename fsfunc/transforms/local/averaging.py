@@ -2,13 +2,13 @@
 
 Between two synchronisations ranks differ, so a leaf is not one value along the axis.
 Its layout is that of the stack of the n copies (`sharded.packed_layouts`): so all of
-them are saved, and loaded on as many ranks. :class:`Relabeled` turns layouts into those
-of stacks and back, without communication.
+them are saved, and loaded on as many ranks. :class:`StackLayouts` turns layouts into
+those of stacks and back, without communication; ``average`` is what ranks exchange.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Generic, Self, TypeVar
 
@@ -30,6 +30,9 @@ from fsfunc.sharded.layout import Layout
 from fsfunc.sharded.leaf import FlatShard, Sharded, is_sharded
 from fsfunc.sharded.packed_layouts import rows_over, stacked, unstacked
 from fsfunc.sharded.plain_leaves import lay_leaves
+from fsfunc.tree.types import Leaf, PyTree
+
+ConvertLayout = Callable[[Layout], Layout]
 
 _State = TypeVar("_State", bound=Any)
 
@@ -66,90 +69,101 @@ tree.register_node(
 )
 
 
-class Relabeled:
+class StackLayouts:
     """Trees of one rank's copies as trees of stacks, and back; memory is shared.
 
     Args:
         axis: the axes along which copies differ.
     """
 
+    mesh: Mesh
+    axis: tuple[str, ...]
+
     def __init__(self, mesh: Mesh, axis: tuple[str, ...]):
         self.mesh, self.axis = mesh, axis
-        self.sizes = {a: mesh.axes[a] for a in axis}
-        # By identity, since layouts compare without their names: (key, what it became),
-        # both ways; buffers' members by rank too.
+        self.sizes: dict[str, int] = {a: mesh.axes[a] for a in axis}
+        # By the id of a layout, since layouts compare without their names: that layout
+        # (which keeps its id) and what it became, both ways. Of buffers by the id of
+        # their members, and by rank too. So leaves keep one layout from step to step.
         self._layouts: dict[int, tuple[Layout, Layout]] = {}
-        self._shards: dict[tuple[int, int], tuple[Any, FlatShard]] = {}
+        self._shards: dict[tuple[int, int], tuple[tuple[Layout, ...], FlatShard]] = {}
 
-    def stacked(self, t: Any, at: dict[str, int]) -> Any:
-        """One rank's copies as parts of stacks.
+    def stack(self, copies: PyTree, coordinates: dict[str, int]) -> PyTree:
+        """Returns one rank's copies as parts of stacks.
 
         Args:
-            at: the rank's coordinates.
+            coordinates: the rank's.
         """
-        return self._each(t, at, self._stack)
+        return self._convert(copies, coordinates, self._stack_layout)
 
-    def copy(self, t: Any, at: dict[str, int]) -> Any:
-        """The rank's own copies, of parts of stacks.
+    def unstack(self, parts: PyTree, coordinates: dict[str, int]) -> PyTree:
+        """Returns the rank's own copies, of parts of stacks.
 
         Raises:
             ValueError: a leaf that is no stack over this axis, or another rank's part.
         """
-        return self._each(t, at, self._unstack)
+        return self._convert(parts, coordinates, self._unstack_layout)
 
-    def _each(self, t: Any, at: dict[str, int], turn: Any) -> Any:
+    def _convert(
+        self, t: PyTree, coordinates: dict[str, int], convert: ConvertLayout
+    ) -> PyTree:
+        """Returns a tree over the same memory, whose leaves have other layouts."""
         leaves, treedef = tree.flatten(t, is_leaf=is_sharded)
-        made: dict[int, dict[int, Sharded]] = {}
+        by_buffer: dict[int, dict[int, Sharded]] = {}
         for i, x in enumerate(leaves):
             if isinstance(x, Sharded) and x.packed is not None and x.parts is None:
                 x.check()
                 shard = x.packed
-                if id(shard) not in made:
-                    new = self._shard(shard, at, turn)
+                if id(shard) not in by_buffer:
+                    converted = self._convert_shard(shard, coordinates, convert)
                     keys = map(id, shard.members)
-                    made[id(shard)] = dict(zip(keys, new.leaves(), strict=True))
-                leaves[i] = made[id(shard)][id(x.layout)]
+                    members = zip(keys, converted.leaves(), strict=True)
+                    by_buffer[id(shard)] = dict(members)
+                leaves[i] = by_buffer[id(shard)][id(x.layout)]
             elif isinstance(x, Sharded):
-                layout = self._layout(x.layout, turn)
-                leaves[i] = _loose(x.local, layout, at)
+                layout = self._convert_layout(x.layout, convert)
+                leaves[i] = _unpacked_leaf(x.local, layout, coordinates)
             elif isinstance(x, Tensor):
-                layout = self._layout(Layout(tuple(x.shape), x.dtype), turn)
-                leaves[i] = _loose(x, layout, at)
+                plain = Layout(tuple(x.shape), x.dtype)
+                layout = self._convert_layout(plain, convert)
+                leaves[i] = _unpacked_leaf(x, layout, coordinates)
         return tree.unflatten(treedef, leaves)
 
-    def _shard(self, shard: FlatShard, at: dict[str, int], turn: Any) -> FlatShard:
-        """A buffer over the same memory, whose leaves have other layouts."""
+    def _convert_shard(
+        self, shard: FlatShard, coordinates: dict[str, int], convert: ConvertLayout
+    ) -> FlatShard:
+        """Returns a buffer over the same memory, whose leaves have other layouts."""
         for axis, i in shard.coordinates.items():
-            if at[axis] != i:
+            if coordinates[axis] != i:
                 raise ValueError(
                     f"{shard.members[0]} is the part of {dict(shard.coordinates)}, but "
-                    f"this is {at} of {self.mesh}: give each rank its own state (a "
-                    "list that spmd returned, passed on whole)"
+                    f"this is {coordinates} of {self.mesh}: give each rank its own "
+                    "state (a list that spmd returned, passed on whole)"
                 )
-        rank = self.mesh.rank_at(at)
-        known = self._shards.get((id(shard.members), rank))
-        if known is None:
-            members = tuple(self._layout(m, turn) for m in shard.members)
-            own = {axis: at[axis] for axis in members[0].axes}
-            nothing = shard.flat.new_empty(0)  # templates hold no memory
-            new = FlatShard(members, nothing, own).like(nothing)
-            known = self._shards[id(shard.members), rank] = shard.members, new
-            back = shard.members, shard.like(nothing)
-            self._shards[id(members), rank] = members, back[1]
-        new = known[1].like(shard.flat)
-        new.whole, new._version = shard.whole, shard._version
-        return new
+        rank = self.mesh.rank_at(coordinates)
+        cached = self._shards.get((id(shard.members), rank))
+        if cached is None:
+            members = tuple(self._convert_layout(m, convert) for m in shard.members)
+            of_axes = {axis: coordinates[axis] for axis in members[0].axes}
+            empty = shard.flat.new_empty(0)  # templates hold no memory
+            template = FlatShard(members, empty, of_axes).like(empty)
+            cached = self._shards[id(shard.members), rank] = shard.members, template
+            self._shards[id(members), rank] = members, shard.like(empty)
+        converted = cached[1].like(shard.flat)
+        # What is gathered stays valid: the values are the same.
+        converted.whole, converted._version = shard.whole, shard._version
+        return converted
 
-    def _layout(self, layout: Layout, turn: Any) -> Layout:
+    def _convert_layout(self, layout: Layout, convert: ConvertLayout) -> Layout:
         if not layout.name and not layout.flat:  # made for one look at a plain leaf
-            return turn(layout)
+            return convert(layout)
         if id(layout) not in self._layouts:
-            new = turn(layout)
-            self._layouts[id(layout)] = layout, new
-            self._layouts[id(new)] = new, layout
+            converted = convert(layout)
+            self._layouts[id(layout)] = layout, converted
+            self._layouts[id(converted)] = converted, layout
         return self._layouts[id(layout)][1]
 
-    def _stack(self, layout: Layout) -> Layout:
+    def _stack_layout(self, layout: Layout) -> Layout:
         if taken := set(layout.axes) & set(self.axis):
             raise ValueError(
                 f"{layout} is spread over {sorted(taken)}, where each rank is to have "
@@ -157,7 +171,7 @@ class Relabeled:
             )
         return stacked(layout, self.sizes)
 
-    def _unstack(self, layout: Layout) -> Layout:
+    def _unstack_layout(self, layout: Layout) -> Layout:
         if layout.parts[: len(self.axis)] != rows_over(self.sizes):
             raise ValueError(
                 f"{layout} is no stack of copies over {self.sizes}: go on "
@@ -167,9 +181,11 @@ class Relabeled:
         return unstacked(layout, self.sizes)
 
 
-def _loose(local: Tensor, layout: Layout, at: dict[str, int]) -> Any:
-    """A leaf of no buffer, over the same memory."""
-    shape = layout.local_shape(at) if layout.axes else layout.shape
+def _unpacked_leaf(
+    local: Tensor, layout: Layout, coordinates: dict[str, int]
+) -> Sharded | Tensor:
+    """Returns a leaf of no buffer, over the same memory."""
+    shape = layout.local_shape(coordinates) if layout.axes else layout.shape
     local = local.view(shape) if local.shape != shape else local
     return Sharded(local, layout) if layout.parts else local
 
@@ -177,58 +193,63 @@ def _loose(local: Tensor, layout: Layout, at: dict[str, int]) -> Any:
 _BUCKET = 1 << 22  # elements: what is smaller travels together
 
 
-def averages(tree_: Any, where: RankGroup, weight: float = 1.0) -> Any:
-    """The means over ranks of ``weight`` times the floating leaves; None for others."""
+def average(values: PyTree, where: RankGroup, weight: float = 1.0) -> PyTree:
+    """Returns means over ranks of ``weight`` times floating leaves; None for others."""
 
-    def means(tensors: list[Tensor]) -> Sequence[Tensor]:
-        sums = summed([x * weight for x in tensors] if weight != 1 else tensors, where)
+    def average_tensors(tensors: list[Tensor]) -> Sequence[Tensor]:
+        weighted = [x * weight for x in tensors] if weight != 1 else tensors
+        sums = sum_over_ranks(weighted, where)
         return [
             (total / where.size).to(x.dtype)
             for total, x in zip(sums, tensors, strict=True)
         ]
 
-    return map_flat(means, tree_, untrainable=None)
+    return map_flat(average_tensors, values, untrainable=None)
 
 
-def summed(tensors: Sequence[Tensor], where: RankGroup) -> list[Tensor]:
-    """Sums over ranks, in float32 at least; small ones travel together."""
+def sum_over_ranks(tensors: Sequence[Tensor], where: RankGroup) -> list[Tensor]:
+    """Returns sums over ranks, in float32 at least; small ones travel together."""
     wide = [torch.promote_types(x.dtype, torch.float32) for x in tensors]
-    out: list[Any] = [x.to(dtype) for x, dtype in zip(tensors, wide, strict=True)]
-    flights = []
+    out: list[Tensor] = [x.to(dtype) for x, dtype in zip(tensors, wide, strict=True)]
+    # All are sent before the first is waited for.
+    in_flight = []
     for positions in buckets(out):
-        flat = in_one([out[i] for i in positions])
+        flat = concatenate_flat([out[i] for i in positions])
         if where.size > 1:
-            flights.append((positions, where.start("psum", flat, name="averages")))
-    for positions, work in flights:
-        parts = work.wait().split([out[i].numel() for i in positions])
+            in_flight.append((positions, where.start("psum", flat, name="averages")))
+    for positions, handle in in_flight:
+        parts = handle.wait().split([out[i].numel() for i in positions])
         for i, part in zip(positions, parts, strict=True):
             out[i] = part.view(out[i].shape)
     return out
 
 
 def buckets(tensors: Sequence[Tensor]) -> list[list[int]]:
-    """Positions of tensors of one dtype and device that travel together."""
-    found: list[list[int]] = []
-    open_: dict[Any, tuple[list[int], int]] = {}
+    """Returns positions of tensors of one dtype and device that travel together."""
+    all_buckets: list[list[int]] = []
+    # By dtype and device: the bucket that is being filled, and its elements so far.
+    unfilled: dict[tuple[torch.dtype, torch.device], tuple[list[int], int]] = {}
     for i, x in enumerate(tensors):
         key, n = (x.dtype, x.device), x.numel()
-        positions, held = open_.get(key, ([], _BUCKET))
-        if held + n > _BUCKET:
-            positions, held = [], 0
-            found.append(positions)
+        positions, count = unfilled.get(key, ([], _BUCKET))
+        if count + n > _BUCKET:
+            positions, count = [], 0
+            all_buckets.append(positions)
         positions.append(i)
-        open_[key] = positions, held + n
-    return found
+        unfilled[key] = positions, count + n
+    return all_buckets
 
 
-def in_one(tensors: Sequence[Tensor]) -> Tensor:
-    """Tensors concatenated, 1-D; a single one without a copy, if possible."""
+def concatenate_flat(tensors: Sequence[Tensor]) -> Tensor:
+    """Concatenates tensors as 1-D; a single one without a copy, if possible."""
     rows = [x.detach().reshape(-1) for x in tensors]
     return rows[0].contiguous() if len(rows) == 1 else torch.cat(rows)
 
 
-def written(kernel: Any, params: Any, means: Any, *moments: Any) -> list[Any]:
-    """Parameters and moments into which ``kernel`` has written, in place if it may.
+def apply_kernel(
+    kernel: Callable[..., None], params: PyTree, means: PyTree, *moments: PyTree
+) -> list[PyTree]:
+    """Returns parameters and moments that ``kernel`` has written, in place if it may.
 
     Args:
         kernel: ``kernel(params, means, *moments)`` over lists of tensors.
@@ -237,14 +258,14 @@ def written(kernel: Any, params: Any, means: Any, *moments: Any) -> list[Any]:
     return run_kernel(matched, kernel)
 
 
-def assign(params: Any, means: Any) -> None:
-    """Writes means over parameters, as a kernel of :func:`written`."""
+def assign(params: list[Tensor], means: list[Tensor]) -> None:
+    """Writes means over parameters, as a kernel of :func:`apply_kernel`."""
     torch._foreach_copy_(params, means)
 
 
 @api_boundary
 def consensus(state: LocalState[_State]) -> _State:
-    """The mean of the copies of a state, as one state of the ranks along an axis.
+    """Returns the mean of the copies of a state, as one state of the ranks.
 
     Floating leaves, moments too, are averaged (of 8-bit codes the decoded values), with
     the ranks' weights for ``gossip``. The state of ``slowmo`` is left out. The result
@@ -264,28 +285,35 @@ def consensus(state: LocalState[_State]) -> _State:
             f"consensus of a {type(state).__name__}: it takes the LocalState that a "
             "step under local_sgd, slowmo or gossip returns"
         )
-    at = here()
-    where, relabeled = get_group(state.axis, at), Relabeled(at.mesh, state.axis)
-    copies = relabeled.copy(state.copies, at.mesh.coordinates(at.rank))
-    given, spec = tree.flatten(copies, is_leaf=_is_whole)
-    mine = tree.unflatten(spec, [decode_state(x) if is_coded(x) else x for x in given])
-    paths, leaves, treedef = tree.flatten_with_paths(mine, is_leaf=is_sharded)
+    this_rank = here()
+    mesh, rank = this_rank.mesh, this_rank.rank
+    where, stacks = get_group(state.axis, this_rank), StackLayouts(mesh, state.axis)
+    copy = stacks.unstack(state.copies, mesh.coordinates(rank))
+    coded_leaves, copy_def = tree.flatten(copy, is_leaf=_is_leaf)
+    # Codes are no numbers that have a mean: 8-bit moments are averaged as what they
+    # stand for.
+    values = [decode_state(x) if is_coded(x) else x for x in coded_leaves]
+    plain = tree.unflatten(copy_def, values)
+    paths, leaves, treedef = tree.flatten_with_paths(plain, is_leaf=is_sharded)
     weight = state.weights[where.index] if state.weights else 1.0
     with internal(), torch.no_grad(), label("", "consensus"):
-        found = averages(mine, where, weight)
-        means: list[Any] = treedef.flatten_up_to(found)
-        if at.link.moves_data:
+        averaged = average(plain, where, weight)
+        means: list[Leaf] = treedef.flatten_up_to(averaged)
+        if this_rank.link.moves_data:
             pairs = zip(leaves, means, strict=True)
-            rest = [None if mean is not None else local_tensor(x) for x, mean in pairs]
+            others = [
+                None if mean is not None else local_tensor(x) for x, mean in pairs
+            ]
             advice = "such values have no mean: the ranks' steps must make them equal"
             title = "the ranks' copies differ in what is not averaged"
-            agree(where, section_of_values(paths, rest, at.link.notes, title, advice))
+            notes = this_rank.link.notes
+            agree(where, section_of_values(paths, others, notes, title, advice))
     out = [x if mean is None else mean for x, mean in zip(leaves, means, strict=True)]
-    made = spec.flatten_up_to(tree.unflatten(treedef, out))
-    pairs = zip(given, made, strict=True)
-    found = [encode_state(x, y) if is_coded(x) else y for x, y in pairs]
-    return lay_leaves(tree.unflatten(spec, found))
+    new_values = copy_def.flatten_up_to(tree.unflatten(treedef, out))
+    pairs = zip(coded_leaves, new_values, strict=True)
+    new_leaves = [encode_state(x, y) if is_coded(x) else y for x, y in pairs]
+    return lay_leaves(tree.unflatten(copy_def, new_leaves))
 
 
-def _is_whole(x: Any) -> bool:
+def _is_leaf(x: PyTree) -> bool:
     return is_sharded(x) or is_coded(x)

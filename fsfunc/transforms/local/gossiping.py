@@ -1,4 +1,8 @@
-"""``gossip``: each rank sends its parameters to a few others (stochastic push-sum)."""
+"""``gossip``: each rank sends its parameters to a few others (stochastic push-sum).
+
+A graph (`graphs`) says who sends to whom, meeting by meeting. Where a rank may receive
+more than it sends, its parameters are kept as a numerator and a weight, and divided.
+"""
 
 from __future__ import annotations
 
@@ -18,13 +22,14 @@ from fsfunc.core.frames import transformed
 from fsfunc.optim.leaves import map_flat
 from fsfunc.transforms.local.averaging import (
     LocalState,
+    apply_kernel,
     assign,
     buckets,
-    in_one,
-    written,
+    concatenate_flat,
 )
 from fsfunc.transforms.local.graphs import Graph
 from fsfunc.transforms.local.local_updates import LocalUpdates
+from fsfunc.tree.types import PyTree
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -42,7 +47,7 @@ def gossip(
     *,
     every: int = 1,
 ) -> Callable[Concatenate[LocalState[_State], _P], tuple[LocalState[_State], _R]]:
-    """``step`` for ranks along ``axis`` that train copies, and mix them with a few.
+    """Runs ``step`` on ranks along ``axis`` that train copies, and mix them with a few.
 
     Stochastic gradient push. Rank i has a numerator x_i and a weight w_i, at first 1;
     the step gets z_i = x_i / w_i and returns z'_i. With out_i the number of ranks that
@@ -101,20 +106,22 @@ class Gossip(LocalUpdates):
 
     def __init__(self, mesh: Mesh, axis: Axis, graph: Graph, every: int):
         super().__init__(mesh, axis, every)
-        self.graph = _checked(graph, mesh.axis_size(axis))
+        self.graph: tuple[Moves, ...] = _check_graph(graph, mesh.axis_size(axis))
         n = mesh.axis_size(axis)
-        regular = all(_is_regular(moves, n) for moves in self.graph)
-        self.first = () if regular else (1.0,) * n
+        is_regular = all(_is_regular(moves, n) for moves in self.graph)
+        self.first_weights: tuple[float, ...] = () if is_regular else (1.0,) * n
 
     @property
     def configuration(self) -> tuple[tuple[str, Any], ...]:
         return (*super().configuration, ("graph", self.graph))
 
-    def remembers(self, params: Any, where: RankGroup) -> dict[str, Any]:
-        return {"weights": self.first}
+    def first_fields(self, params: PyTree, where: RankGroup) -> dict[str, Any]:
+        return {"weights": self.first_weights}
 
-    def before(self, state: LocalState, params: Any, where: RankGroup) -> Any:
-        """The part that a step whose weight is not 1 leaves out of the numerator."""
+    def before_step(
+        self, state: LocalState, params: PyTree, where: RankGroup
+    ) -> PyTree | None:
+        """Returns what the numerator has beside z': (w - 1) z, of before the step."""
         if not state.weights:
             return None
         note_axes_read(where.axis)
@@ -123,40 +130,46 @@ class Gossip(LocalUpdates):
             lambda xs: torch._foreach_mul(xs, weight), params, untrainable=None
         )
 
-    def meet(
-        self, state: LocalState, held: Any, params: Any, step: int, where: RankGroup
-    ) -> tuple[Any, dict[str, Any]]:
-        turn, rest = divmod(step, self.every)
-        moves = () if rest else self.graph[(turn - 1) % len(self.graph)]
+    def synchronize(
+        self,
+        state: LocalState,
+        from_before: PyTree | None,
+        params: PyTree,
+        step: int,
+        where: RankGroup,
+    ) -> tuple[PyTree, dict[str, Any]]:
+        meeting, steps_since = divmod(step, self.every)
+        moves = () if steps_since else self.graph[(meeting - 1) % len(self.graph)]
         if not moves and not state.weights:
             return params, {}
         shares = _shares(moves, where.size)
+        # Ranks multiply by different numbers: a plan must run each of them.
         if len(set(shares)) > 1:
             note_axes_read(where.axis)
         share = float(shares[where.index])
-        mix = partial(_mixed, moves=moves, share=share, where=where)
+        mix = partial(_mix, moves=moves, share=share, where=where)
         if not state.weights:
-            found = map_flat(mix, params, untrainable=None)
-            return written(assign, params, found)[0], {}
-        weights = _pushed(state.weights, moves, shares)
+            mixed = map_flat(mix, params, untrainable=None)
+            return apply_kernel(assign, params, mixed)[0], {}
+        weights = _push_weights(state.weights, moves, shares)
         inverse = 1 / weights[where.index]
-        numerator = written(torch._foreach_add_, params, held)[0]
+        numerator = apply_kernel(torch._foreach_add_, params, from_before)[0]
         mixed = map_flat(
             lambda xs: torch._foreach_mul(mix(xs), inverse), numerator, untrainable=None
         )
-        return written(assign, numerator, mixed)[0], {"weights": weights}
+        return apply_kernel(assign, numerator, mixed)[0], {"weights": weights}
 
 
-def _mixed(
+def _mix(
     tensors: Sequence[Tensor], moves: Moves, share: float, where: RankGroup
 ) -> list[Tensor]:
-    """A share of the rank's own, and what comes of others'."""
+    """Returns sums of this rank's share and of those that it receives."""
     out = list(tensors)
     for positions in buckets(out):
-        mine = in_one([tensors[i] for i in positions]) * share
-        works = [where.start("ppermute", mine, pairs=m, name="gossip") for m in moves]
-        arrived = [work.wait() for work in works]
-        total = mine
+        sent = concatenate_flat([tensors[i] for i in positions]) * share
+        handles = [where.start("ppermute", sent, pairs=m, name="gossip") for m in moves]
+        arrived = [handle.wait() for handle in handles]
+        total = sent
         for part in arrived:
             total = total + part
         parts = total.split([tensors[i].numel() for i in positions])
@@ -166,31 +179,36 @@ def _mixed(
 
 
 def _shares(moves: Moves, n: int) -> list[Fraction]:
-    """The share that each rank sends to each of its targets, and keeps."""
+    """Returns the share that each rank sends to each of its targets, and keeps."""
     sent = Counter(source for pairs in moves for source, _ in pairs)
     return [Fraction(1, 1 + sent[rank]) for rank in range(n)]
 
 
-def _pushed(
-    weights: Sequence[Any], moves: Moves, shares: Sequence[Fraction]
-) -> tuple[Any, ...]:
-    """The push-sum weights after a meeting, in the order in which parameters add."""
-    given = [w * share for w, share in zip(weights, shares, strict=True)]
-    out = list(given)
+W = TypeVar("W", float, Fraction)
+
+
+def _push_weights(
+    weights: Sequence[W], moves: Moves, shares: Sequence[Fraction]
+) -> tuple[W, ...]:
+    """Returns the push-sum weights after a meeting."""
+    # In the order in which parameters are added, so that both round alike.
+    sent = [w * share for w, share in zip(weights, shares, strict=True)]
+    received = list(sent)
     for pairs in moves:
         for source, target in pairs:
-            out[target] += given[source]
-    return tuple(out)
+            received[target] += sent[source]
+    return tuple(received)
 
 
 def _is_regular(moves: Moves, n: int) -> bool:
-    """True if a meeting leaves weights of 1 as they are."""
-    return set(_pushed([1] * n, moves, _shares(moves, n))) == {1}
+    """Returns whether a meeting leaves weights of 1 as they are."""
+    weights = _push_weights([Fraction(1)] * n, moves, _shares(moves, n))
+    return set(weights) == {1}
 
 
-def _checked(graph: Graph, n: int) -> tuple[Moves, ...]:
-    """The graph, of ranks that there are, each named once in a move."""
-    found = []
+def _check_graph(graph: Graph, n: int) -> tuple[Moves, ...]:
+    """Returns the graph, of ranks that there are, each named once in a move."""
+    meetings = []
     for t, moves in enumerate(graph):
         for pairs in moves:
             for ends in zip(*pairs, strict=True):
@@ -200,10 +218,10 @@ def _checked(graph: Graph, n: int) -> tuple[Moves, ...]:
                         f"{list(pairs)}: (source, target) indices of 0 to {n - 1}, "
                         "each source and each target once; make two moves of it"
                     )
-        found.append(tuple(tuple((int(s), int(d)) for s, d in m) for m in moves))
-    if not found:
+        meetings.append(tuple(tuple((int(s), int(d)) for s, d in m) for m in moves))
+    if not meetings:
         raise ValueError(
             "gossip over a graph of no time: it is a list over time of lists of moves, "
             f"such as ff.graphs.ring({max(n, 2)})"
         )
-    return tuple(found)
+    return tuple(meetings)

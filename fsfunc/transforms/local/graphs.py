@@ -17,7 +17,7 @@ Graph = list[list[Pairs]]
 
 
 def ring(n: int, peers: int = 1) -> Graph:
-    """Each rank to the next one; with two peers, to the one before it as well.
+    """Sends from each rank to the next one; with two peers, to the one before too.
 
     The same at all times. FairScale's ``RingGraph``.
 
@@ -28,11 +28,11 @@ def ring(n: int, peers: int = 1) -> Graph:
     >>> ring(3)
     [[[(0, 1), (1, 2), (2, 0)]]]
     """
-    return _turns(n, [1, -1], peers, "ring")[:1]
+    return _rotations(n, [1, -1], peers, "ring")[:1]
 
 
 def directed_exponential(n: int, peers: int = 1) -> Graph:
-    """To the ranks 1, -1, 2, -2, 4, -4, ... ahead, in turn.
+    """Sends to the ranks 1, -1, 2, -2, 4, -4, ... ahead, in turn.
 
     FairScale's ``DynamicDirectedExponentialGraph``; Assran et al., Stochastic gradient
     push, 2019.
@@ -42,11 +42,11 @@ def directed_exponential(n: int, peers: int = 1) -> Graph:
     """
     _check(n, "directed_exponential")
     powers = [2**i for i in range((n - 1).bit_length())]
-    return _turns(n, _both_ways(powers), peers, "directed_exponential")
+    return _rotations(n, _both_ways(powers), peers, "directed_exponential")
 
 
 def n_peer_exponential(n: int, peers: int = 1) -> Graph:
-    """To ``peers`` ranks at once: j (peers + 1)^i ahead for j = 1, ..., peers.
+    """Sends to ``peers`` ranks at once: j (peers + 1)^i ahead for j = 1, ..., peers.
 
     FairScale's ``NPeerDynamicDirectedExponentialGraph``, its default.
 
@@ -58,22 +58,22 @@ def n_peer_exponential(n: int, peers: int = 1) -> Graph:
     while base > 1 and base ** (len(ahead) // peers) < n:
         power = base ** (len(ahead) // peers)
         ahead += [j * power for j in range(1, peers + 1)]
-    return _turns(n, ahead, peers, "n_peer_exponential")
+    return _rotations(n, ahead, peers, "n_peer_exponential")
 
 
 def directed_linear(n: int, peers: int = 1) -> Graph:
-    """To the ranks 1, -1, 3, -3, 5, ... ahead, in turn, all odd ones below ``n``.
+    """Sends to the ranks 1, -1, 3, -3, 5, ... ahead, in turn: the odd ones below ``n``.
 
     FairScale's ``DynamicDirectedLinearGraph``.
 
     >>> [moves[0][0] for moves in directed_linear(4)]
     [(0, 1), (0, 3), (0, 3), (0, 1)]
     """
-    return _turns(n, _both_ways(range(1, n, 2)), peers, "directed_linear")
+    return _rotations(n, _both_ways(range(1, n, 2)), peers, "directed_linear")
 
 
 def bipartite_exponential(n: int, peers: int = 1) -> Graph:
-    """Between even and odd ranks: to 1, -1, 3, -3, 5, -5, 9, -9, ... ahead, in turn.
+    """Sends between even and odd ranks: to 1, -1, 3, -3, 5, -5, 9, -9, ... ahead.
 
     FairScale's ``DynamicBipartiteExponentialGraph``.
 
@@ -85,11 +85,11 @@ def bipartite_exponential(n: int, peers: int = 1) -> Graph:
     """
     _check(n, "bipartite_exponential", even=True)
     ahead = [1] + [1 + 2**i for i in range(1, (n - 1).bit_length())]
-    return _turns(n, _both_ways(ahead), peers, "bipartite_exponential")
+    return _rotations(n, _both_ways(ahead), peers, "bipartite_exponential")
 
 
 def bipartite_linear(n: int, peers: int = 1) -> Graph:
-    """Between even and odd ranks: to 1, -1, 3, -3, 5, ... ahead, in turn.
+    """Sends between even and odd ranks: to 1, -1, 3, -3, 5, ... ahead, in turn.
 
     FairScale's ``DynamicBipartiteLinearGraph``.
 
@@ -100,26 +100,30 @@ def bipartite_linear(n: int, peers: int = 1) -> Graph:
     6
     """
     _check(n, "bipartite_linear", even=True)
-    return _turns(n, _both_ways(range(1, n, 2)), peers, "bipartite_linear")
+    return _rotations(n, _both_ways(range(1, n, 2)), peers, "bipartite_linear")
 
 
 def _both_ways(ahead: Sequence[int]) -> list[int]:
     return [way for d in ahead for way in (d, -d)]
 
 
-def _turns(n: int, ahead: Sequence[int], peers: int, who: str) -> Graph:
-    """``peers`` of the rotations by ``ahead`` at a time, until they come round."""
-    _check(n, who)
+def _rotations(n: int, ahead: Sequence[int], peers: int, name: str) -> Graph:
+    """Returns ``peers`` of the rotations by ``ahead`` at a time, until they repeat.
+
+    Args:
+        name: of the graph's function, for messages.
+    """
+    _check(n, name)
     most = len(ahead)
     if not isinstance(peers, int) or not 1 <= peers <= most:
-        raise ValueError(f"{who}({n}, peers={peers!r}): peers, from 1 to {most}")
+        raise ValueError(f"{name}({n}, peers={peers!r}): peers, from 1 to {most}")
     moves = [[(r, (r + d) % n) for r in range(n)] for d in ahead]
     times = most // math.gcd(most, peers)
     return [[moves[(t * peers + j) % most] for j in range(peers)] for t in range(times)]
 
 
-def _check(n: int, who: str, even: bool = False) -> None:
+def _check(n: int, name: str, even: bool = False) -> None:
     if not isinstance(n, int) or n < 2 or even and n % 2:
         raise ValueError(
-            f"{who}({n!r}): the number of ranks, {'even, ' if even else ''}at least 2"
+            f"{name}({n!r}): the number of ranks, {'even, ' if even else ''}at least 2"
         )

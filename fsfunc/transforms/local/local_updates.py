@@ -1,7 +1,11 @@
 """``local_sgd``: ranks train copies, and average their parameters every few steps.
 
-Its base class, also of ``slowmo`` and ``gossip``, runs the step on the rank's own copy,
-and then synchronises the parameters by :meth:`LocalUpdates.meet`.
+Its base class, also of ``slowmo`` and ``gossip``, runs each step so::
+
+    copy of this rank = unstack(state)      no communication: layouts alone change
+    new, metrics      = step(copy, batch)
+    params            = synchronize(...)    means, slow momentum, or an exchange
+    state             = stack(new)
 """
 
 from __future__ import annotations
@@ -20,7 +24,8 @@ from fsfunc.comm.descriptions import describe_lines, section_of_values
 from fsfunc.comm.groups import RankGroup, get_group
 from fsfunc.comm.mesh import Axis, Here, Mesh, check_mesh, here
 from fsfunc.comm.tracebacks import api_boundary
-from fsfunc.core.frames import Interpretation, frame, inside, transformed
+from fsfunc.core.frames import Frame, Interpretation, frame, inside, transformed
+from fsfunc.core.tracers import Tracer
 from fsfunc.optim.leaves import origins
 from fsfunc.optim.schedules import ask_schedules_and_masks
 from fsfunc.sharded.leaf import is_sharded
@@ -28,11 +33,12 @@ from fsfunc.sharded.plain_leaves import check_laid_out, find_rank_local, lay_lea
 from fsfunc.sharded.spent import spend, why_unusable
 from fsfunc.transforms.local.averaging import (
     LocalState,
-    Relabeled,
+    StackLayouts,
+    apply_kernel,
     assign,
-    averages,
-    written,
+    average,
 )
+from fsfunc.tree.types import PyTree
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -47,7 +53,7 @@ def local_sgd(
     *,
     every: int,
 ) -> Callable[Concatenate[LocalState[_State], _P], tuple[LocalState[_State], _R]]:
-    """``step`` for ranks along ``axis`` that each train a copy of the state.
+    """Runs ``step`` on ranks along ``axis`` that each train a copy of the state.
 
     After each ``every`` steps the floating parameters become their mean over the axis.
     The rest of the state (moments, counts, statistics) stays the rank's own, and so
@@ -107,12 +113,15 @@ class LocalUpdates(Interpretation):
         every: the number of steps between two synchronisations.
     """
 
+    mesh: Mesh
+    axes: tuple[str, ...]
+
     def __init__(self, mesh: Mesh, axis: Axis, every: int):
         self.mesh, self.axes = mesh, check_mesh(mesh, self.called).check(axis)
         if not isinstance(every, int) or every < 1:
             raise ValueError(f"{self.called}(every={every!r}): steps, at least 1")
         self.every = every
-        self.copies = Relabeled(mesh, self.axes)
+        self.stacks: StackLayouts = StackLayouts(mesh, self.axes)
 
     @property
     def configuration(self) -> tuple[tuple[str, Any], ...]:
@@ -120,95 +129,117 @@ class LocalUpdates(Interpretation):
 
     # What the ranks do together
 
-    def remembers(self, params: Any, where: RankGroup) -> dict[str, Any]:
-        """Fields of the first state, of the parameters that all begin from."""
+    def first_fields(self, params: PyTree, where: RankGroup) -> dict[str, Any]:
+        """Returns fields of the first state, of the parameters that all begin from."""
         return {}
 
-    def before(self, state: LocalState, params: Any, where: RankGroup) -> Any:
-        """Holds something of the parameters while the step runs."""
+    def before_step(
+        self, state: LocalState, params: PyTree, where: RankGroup
+    ) -> PyTree | None:
+        """Returns what :meth:`synchronize` needs of the parameters before the step."""
         return None
 
-    def meet(
-        self, state: LocalState, held: Any, params: Any, step: int, where: RankGroup
-    ) -> tuple[Any, dict[str, Any]]:
-        """(the rank's parameters, changed fields of the state) after a step.
+    def synchronize(
+        self,
+        state: LocalState,
+        from_before: PyTree | None,
+        params: PyTree,
+        step: int,
+        where: RankGroup,
+    ) -> tuple[PyTree, dict[str, Any]]:
+        """Returns the rank's parameters after a step, and changed fields of the state.
 
         Args:
             state: before the step; ``params``: the rank's own, after it.
-            held: what :meth:`before` returned.
+            from_before: what :meth:`before_step` returned.
             step: how many steps were made, this one too.
+            where: the ranks that synchronise.
         """
         raise NotImplementedError
 
     # Calls
 
-    def recorded(self, recorder: Any) -> Interpretation:
-        return _OnOneState(self)
+    def recorded(self, recorder: Tracer) -> Interpretation:
+        return _OnPlainState(self)
 
-    def first_state(self, state: Any) -> LocalState:
-        """The first `LocalState`, of a state that is the same on every rank.
+    def first_state(self, state: PyTree) -> LocalState:
+        """Returns the first `LocalState`, of a state that is equal on every rank.
 
         Raises:
             RanksDiffer: it is not.
         """
         _check_state(state, f"{self.called} begins from", "state")
-        if found := next(origins(state), None):
-            raise ValueError(_ORIGINS.format(self.called, found[-1]))
-        at = self.here(self.mesh)
-        where, at_mesh = get_group(self.axes, at), at.mesh.coordinates(at.rank)
+        if origin := next(origins(state), None):
+            raise ValueError(_ORIGINS.format(self.called, origin[-1]))
+        this_rank = self.here(self.mesh)
+        where = get_group(self.axes, this_rank)
+        coordinates = this_rank.mesh.coordinates(this_rank.rank)
         with internal(), torch.no_grad():
-            if at.link.moves_data:
+            # Copies that begin apart would never be one model.
+            if this_rank.link.moves_data:
                 paths, leaves, _ = tree.flatten_with_paths(state, is_leaf=is_sharded)
                 parts = [x.local if is_sharded(x) else x for x in leaves]
-                said = describe_lines(self.called, self, ask_schedules_and_masks(()))
-                steps = Section("ranks that train by themselves meet unlike", said)
-                agree(where, steps, section_of_values(paths, parts, at.link.notes))
-            more = self.remembers(state.params, where)
-            copies = self.copies.stacked(state, at_mesh)
-        return LocalState(copies, 0, axis=self.axes, **more)
+                lines = describe_lines(self.called, self, ask_schedules_and_masks(()))
+                steps = Section("ranks that train by themselves meet unlike", lines)
+                agree(
+                    where, steps, section_of_values(paths, parts, this_rank.link.notes)
+                )
+            fields = self.first_fields(state.params, where)
+            copies = self.stacks.stack(state, coordinates)
+        return LocalState(copies, 0, axis=self.axes, **fields)
 
-    def call(self, f: Callable[..., Any], args: Any, keywords: Any) -> Any:
+    def call(
+        self,
+        f: Callable[..., PyTree],
+        args: tuple[PyTree, ...],
+        keywords: dict[str, PyTree],
+    ) -> PyTree:
         """Runs ``f`` on the rank's copy, and synchronises the ranks."""
-        before = frame()
-        if any(h.lays_out for h in before.handlers):
+        outer = frame()
+        if any(h.lays_out for h in outer.handlers):
             raise ValueError(
                 f"{self.called} inside a transform that lays parameters out: it goes "
                 f'around, as in {self.called}(shard(step, mesh, "data"), mesh, '
                 f'"node", ...)'
             )
-        at = self.here(self.mesh)
-        where, coordinates = get_group(self.axes, at), at.mesh.coordinates(at.rank)
-        state = self._own(args, keywords)
-        mine = self.copies.copy(state.copies, coordinates)
-        if (path := find_rank_local(mine)) is not None:
+        this_rank = self.here(self.mesh)
+        where = get_group(self.axes, this_rank)
+        coordinates = this_rank.mesh.coordinates(this_rank.rank)
+        state = self._check_arguments(args, keywords)
+        copy = self.stacks.unstack(state.copies, coordinates)
+        if (path := find_rank_local(copy)) is not None:
             raise ValueError(_OWN.format(self.called, path))
         if isinstance(args[0], LocalState):  # else as the caller laid it out
-            lay_leaves(mine)
-        if before.donated is not None:
-            before.donated.add(tree.leaves(mine, is_leaf=is_sharded))
+            lay_leaves(copy)
+        # Of a `donate` around: it knows the memory, and not these objects over it.
+        if outer.donated is not None:
+            outer.donated.add(tree.leaves(copy, is_leaf=is_sharded))
         with internal(), torch.no_grad():
-            params = getattr(mine, "params", None)
-            held = self.before(state, params, where)
+            params = getattr(copy, "params", None)
+            from_before = self.before_step(state, params, where)
         try:
-            with inside(self.around(before, at)):
-                new, *metrics = self._checked(f(mine, *args[1:], **keywords))
+            with inside(self.enter(outer, this_rank)):
+                new, *metrics = self._check_output(f(copy, *args[1:], **keywords))
         finally:  # a donated step within has used the state up, or spoiled it
-            _tell(mine, args[0])
-        others = where.size < at.mesh.size  # along which a shard within has one value
-        if others and isinstance(args[0], LocalState) and at.link.moves_data:
+            _mark_spent(copy, args[0])
+        # Along the other axes a shard within has one value, and needs its layouts.
+        others = where.size < this_rank.mesh.size
+        if others and isinstance(args[0], LocalState) and this_rank.link.moves_data:
             check_laid_out(tree.leaves(new, is_leaf=is_sharded), [new])
         fields: dict[str, Any] = {}
         with internal(), torch.no_grad(), label("", self.called):
-            params, fields = self.meet(state, held, new.params, state.count + 1, where)
+            params, fields = self.synchronize(
+                state, from_before, new.params, state.count + 1, where
+            )
             if params is not new.params:
                 new = new.replace(params=params)
-            copies = self.copies.stacked(new, coordinates)
-        self.ran(at)
+            copies = self.stacks.stack(new, coordinates)
+        self.ran(this_rank)
         state = replace(state, copies=copies, count=state.count + 1, **fields)
         return (state, *metrics)
 
-    def _checked(self, out: Any) -> tuple[Any, ...]:
-        """The state that a step returned, checked, and whatever it adds."""
+    def _check_output(self, out: PyTree) -> tuple[PyTree, ...]:
+        """Checks what a step returned: its state, and whatever it adds."""
         if not isinstance(out, tuple) or not out:
             raise ValueError(
                 f"{self.called} of a function that returns a {type(out).__name__}: a "
@@ -217,24 +248,28 @@ class LocalUpdates(Interpretation):
         _check_state(out[0], f"the step under {self.called} returns", "state")
         return out
 
-    def around(self, before: Any, at: Here) -> Any:
-        """The frame of a call, whose units draw numbers of the rank's own."""
-        mine = tuple(
-            (at.mesh.coordinates(at.rank)[a], self.mesh.axes[a]) for a in self.axes
+    def enter(self, outer: Frame, this_rank: Here) -> Frame:
+        """Returns the frame of a call, whose units draw numbers of the rank's own."""
+        coordinates = this_rank.mesh.coordinates(this_rank.rank)
+        places = tuple((coordinates[a], self.mesh.axes[a]) for a in self.axes)
+        varies, handlers = (*outer.batch_places, *places), (*outer.handlers, self)
+        # Ranks train copies: a collective of the step over these axes is refused.
+        at = replace(
+            this_rank, independent_axes=(*this_rank.independent_axes, *self.axes)
         )
-        varies, handlers = (*before.batch_places, *mine), (*before.handlers, self)
-        at = replace(at, independent_axes=(*at.independent_axes, *self.axes))
-        return replace(before, handlers=handlers, batch_places=varies, here=at)
+        return replace(outer, handlers=handlers, batch_places=varies, here=at)
 
-    def _own(self, args: Any, keywords: Any) -> LocalState:
-        """The state that a call was given, checked: it must not be differentiated."""
+    def _check_arguments(
+        self, args: tuple[PyTree, ...], keywords: dict[str, PyTree]
+    ) -> LocalState:
+        """Returns the state that a call was given; it must not be differentiated."""
         if not args:
             raise ValueError(
                 f"{self.called}: the state is the first argument of a step"
             )
         leaves = tree.leaves(args[0])
-        taped = any(isinstance(x, Tensor) and x.grad_fn is not None for x in leaves)
-        if _torch.functorch_active() or taped and torch.is_grad_enabled():
+        in_graph = any(isinstance(x, Tensor) and x.grad_fn is not None for x in leaves)
+        if _torch.functorch_active() or in_graph and torch.is_grad_enabled():
             raise ValueError(
                 f"{self.called} of a step that is differentiated: the exchange of the "
                 "ranks has no derivative; differentiate inside the step"
@@ -254,16 +289,25 @@ class LocalSGD(LocalUpdates):
 
     called = "local_sgd"
 
-    def meet(
-        self, state: LocalState, held: Any, params: Any, step: int, where: RankGroup
-    ) -> tuple[Any, dict[str, Any]]:
+    def synchronize(
+        self,
+        state: LocalState,
+        from_before: PyTree | None,
+        params: PyTree,
+        step: int,
+        where: RankGroup,
+    ) -> tuple[PyTree, dict[str, Any]]:
         if step % self.every or where.size == 1:
             return params, {}
-        return written(assign, params, averages(params, where))[0], {}
+        return apply_kernel(assign, params, average(params, where))[0], {}
 
 
-class _OnOneState(Interpretation):
-    """A transform of this kind while a step is recorded, on a plain state."""
+class _OnPlainState(Interpretation):
+    """A transform of this kind while a step is recorded, on a plain state.
+
+    Args:
+        handler: the transform.
+    """
 
     def __init__(self, handler: LocalUpdates):
         self.handler, self.axes, self.called = handler, handler.axes, handler.called
@@ -272,29 +316,35 @@ class _OnOneState(Interpretation):
     def configuration(self) -> tuple[tuple[str, Any], ...]:
         return self.handler.configuration
 
-    def call(self, f: Callable[..., Any], args: Any, keywords: Any) -> Any:
-        before, at = frame(), here(self.handler.mesh)
-        around = self.handler.around(before, at)
-        handlers = (*before.handlers, self)
-        with inside(around.replace(handlers=handlers)):
+    def call(
+        self,
+        f: Callable[..., PyTree],
+        args: tuple[PyTree, ...],
+        keywords: dict[str, PyTree],
+    ) -> PyTree:
+        outer = frame()
+        entered = self.handler.enter(outer, here(self.handler.mesh))
+        handlers = (*outer.handlers, self)
+        with inside(entered.replace(handlers=handlers)):
             return f(*args, **keywords)
 
 
-def _check_state(state: Any, who: str, what: str) -> None:
+def _check_state(state: PyTree, subject: str, noun: str) -> None:
+    """Raises unless a state can be trained; ``subject`` begins the message."""
     if not (hasattr(state, "params") and hasattr(state, "replace")):
         raise ValueError(
-            f"{who} a {type(state).__name__}: a {what} has .params and "
+            f"{subject} a {type(state).__name__}: a {noun} has .params and "
             ".replace(params=...), as ff.TrainState has"
         )
 
 
-def _tell(mine: Any, given: Any) -> None:
-    """Marks the leaves of a state whose copies a step has used up."""
-    copies = given.copies if isinstance(given, LocalState) else given
-    ours, theirs = (tree.leaves(t, is_leaf=is_sharded) for t in (mine, copies))
-    for x, y in zip(ours, theirs, strict=True):
-        if (why := why_unusable(x)) and frame().donated is None:
-            spend(y, why)
+def _mark_spent(copy: PyTree, argument: PyTree) -> None:
+    """Marks the leaves of an argument whose copies a step has used up."""
+    copies = argument.copies if isinstance(argument, LocalState) else argument
+    copy_leaves, leaves = (tree.leaves(t, is_leaf=is_sharded) for t in (copy, copies))
+    for x, leaf in zip(copy_leaves, leaves, strict=True):
+        if (reason := why_unusable(x)) and frame().donated is None:
+            spend(leaf, reason)
 
 
 _ORIGINS = (

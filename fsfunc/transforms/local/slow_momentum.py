@@ -1,4 +1,8 @@
-"""``slowmo``: local steps, and now and then one with a momentum of all ranks."""
+"""``slowmo``: local steps, and now and then one with a momentum of all ranks.
+
+A rank remembers the parameters that all last began from; their change since, as a mean
+over the ranks, is the gradient of a second, slow optimizer with momentum.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +18,9 @@ from fsfunc.comm.tracebacks import api_boundary
 from fsfunc.core.frames import transformed
 from fsfunc.optim.leaves import map_flat
 from fsfunc.optim.schedules import Schedule, check_ranges, rate_at
-from fsfunc.transforms.local.averaging import LocalState, assign, averages, written
+from fsfunc.transforms.local.averaging import LocalState, apply_kernel, assign, average
 from fsfunc.transforms.local.local_updates import LocalUpdates
+from fsfunc.tree.types import PyTree
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -47,7 +52,7 @@ def slowmo(
     lr: float | Schedule,
     average_every: int | None = None,
 ) -> Callable[Concatenate[LocalState[_State], _P], tuple[LocalState[_State], _R]]:
-    """``step`` on each rank's own copy, and slow momentum after each ``every`` steps.
+    """Runs ``step`` on each rank's own copy, with slow momentum each ``every`` steps.
 
     With x_0 the parameters after the last slow step, at first the initial ones::
 
@@ -130,22 +135,28 @@ class SlowMo(LocalUpdates):
         names = ("beta", "alpha", "lr", "average_every")
         return (*super().configuration, *zip(names, self.rates, strict=True))
 
-    def remembers(self, params: Any, where: RankGroup) -> dict[str, Any]:
+    def first_fields(self, params: PyTree, where: RankGroup) -> dict[str, Any]:
         clone = lambda xs: [x.clone() for x in xs]  # noqa: E731
         zeros = lambda xs: [torch.zeros_like(x) for x in xs]  # noqa: E731
-        made = (map_flat(new, params, untrainable=None) for new in (clone, zeros))
-        return {"slow": SlowMomentum(*made)}
+        trees = (map_flat(make, params, untrainable=None) for make in (clone, zeros))
+        return {"slow": SlowMomentum(*trees)}
 
-    def meet(
-        self, state: LocalState, held: Any, params: Any, step: int, where: RankGroup
-    ) -> tuple[Any, dict[str, Any]]:
-        beta, alpha, rate, often = self.rates
-        slowly = step % self.every == 0
-        if not slowly and (often is None or step % often or where.size == 1):
+    def synchronize(
+        self,
+        state: LocalState,
+        from_before: PyTree | None,
+        params: PyTree,
+        step: int,
+        where: RankGroup,
+    ) -> tuple[PyTree, dict[str, Any]]:
+        beta, alpha, rate, average_every = self.rates
+        is_slow_step = step % self.every == 0
+        averages = average_every is not None and not step % average_every
+        if not is_slow_step and not (averages and where.size > 1):
             return params, {}
-        means = averages(params, where)
-        if not slowly:
-            return written(assign, params, means)[0], {}
+        means = average(params, where)
+        if not is_slow_step:
+            return apply_kernel(assign, params, means)[0], {}
         lr = rate_at(rate, step - 1)
         if not isinstance(lr, Tensor) and not lr > 0:
             raise ValueError(
@@ -153,8 +164,13 @@ class SlowMo(LocalUpdates):
                 "the parameters is divided: it must be above 0 at a slow step"
             )
 
-        def kernel(params: Any, means: Any, anchors: Any, momenta: Any) -> None:
-            """One step of slow momentum, in place."""
+        def kernel(
+            params: list[Tensor],
+            means: list[Tensor],
+            anchors: list[Tensor],
+            momenta: list[Tensor],
+        ) -> None:
+            """Makes one step of slow momentum, in place."""
             change = torch._foreach_sub(anchors, means)
             torch._foreach_div_(change, lr)
             torch._foreach_mul_(momenta, beta)
@@ -162,5 +178,5 @@ class SlowMo(LocalUpdates):
             torch._foreach_sub_(anchors, torch._foreach_mul(momenta, lr * alpha))
             torch._foreach_copy_(params, anchors)
 
-        params, anchor, momentum = written(kernel, params, means, *state.slow)
+        params, anchor, momentum = apply_kernel(kernel, params, means, *state.slow)
         return params, {"slow": SlowMomentum(anchor, momentum)}

@@ -1,4 +1,12 @@
-"""Messages in 8 bits, with a scale a block."""
+"""Messages in 8 bits: blocks of elements, each with a float32 scale.
+
+Of each block is sent, as bytes::
+
+    [ element / scale, rounded: int8 x block | scale: float32, 4 bytes ]
+
+A gather dequantises what it receives; a reduction sends each rank its range of all
+gradients (an all-to-all), and sums in float32 what arrives.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +19,7 @@ from fsfunc.transforms.messages.wire import Gather, Reduction
 
 
 def quantized(x: Tensor, block: int) -> Tensor:
-    """``x`` in 8 bits an element and a float32 scale a block, as bytes.
+    """Returns ``x`` in 8 bits an element and a float32 scale a block, as bytes.
 
     Each block of ``block`` elements is rounded to 255 even steps between plus and minus
     its largest magnitude. A block with an infinity or a NaN comes back as NaN.
@@ -28,16 +36,20 @@ def quantized(x: Tensor, block: int) -> Tensor:
     if not x.shape[-1]:
         return x.to(torch.uint8)
     blocks = -(-x.shape[-1] // block)
-    room = blocks * block - x.shape[-1]
-    rows = torch.nn.functional.pad(x.float(), (0, room)).unflatten(-1, (blocks, block))
+    padding = blocks * block - x.shape[-1]
+    padded = torch.nn.functional.pad(x.float(), (0, padding))
+    rows = padded.unflatten(-1, (blocks, block))
     scale = rows.abs().amax(-1, keepdim=True) / 127
     steps = rows / torch.where(scale == 0, 1, scale)
+    # NaN has no int8: the scale is NaN or infinite there, and makes all of it NaN.
     steps = steps.round_().nan_to_num_(0.0).clamp_(-127, 127).to(torch.int8)
     return torch.cat([steps.view(torch.uint8), scale.view(torch.uint8)], -1).flatten(-2)
 
 
 def dequantized(sent: Tensor, count: int | None, block: int) -> Tensor:
-    """float32 [..., count] of what :func:`quantized` made; None: with what pads it.
+    """Returns float32 [..., count] of what :func:`quantized` made.
+
+    With ``count=None`` the padding is kept.
 
     >>> dequantized(quantized(torch.tensor([127.0, -3.2, 0.6]), 4), 3, 4)
     tensor([127.,  -3.,   1.])
@@ -45,6 +57,7 @@ def dequantized(sent: Tensor, count: int | None, block: int) -> Tensor:
     if not sent.shape[-1]:
         return sent.float()
     rows = sent.unflatten(-1, (-1, block + 4))
+    # Copied, as a view as float32 must begin at a multiple of 4 bytes.
     scale = rows[..., block:].contiguous().view(torch.float32)
     steps = rows[..., :block].view(torch.int8)
     return (steps * scale).flatten(-2)[..., :count]
@@ -65,7 +78,7 @@ class QuantizedGather(Gather):
     exact = False
 
     def __init__(self, block: int = 256):
-        self.block = _multiple_of_4(block)
+        self.block: int = _multiple_of_4(block)
 
     def encode(self, part: Tensor, dtype: torch.dtype) -> Tensor:
         return quantized(part, self.block)
@@ -97,7 +110,7 @@ class QuantizedReduction(Reduction):
     exact = False
 
     def __init__(self, block: int = 256):
-        self.block = _multiple_of_4(block)
+        self.block: int = _multiple_of_4(block)
 
     def encode(self, buffer: Tensor, ranks: int) -> Tensor:
         return quantized(buffer.view(ranks, -1), self.block)

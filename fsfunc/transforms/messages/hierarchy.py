@@ -1,4 +1,14 @@
-"""Gathers and sums of two levels: across nodes few bytes, within a node the rest."""
+"""Gathers and sums of two levels: across nodes few bytes, within a node the rest.
+
+For axes ``node=2, data=2`` each rank (node, data) has one of four ranges of a buffer::
+
+    gather      across: ranks (0, 0) and (1, 0) get 0 and 2; (0, 1) and (1, 1) 1 and 3
+                within: each gets the other two of the rank beside it
+    reduction   within first, then across
+
+A level is a `RankGroup` along one axis. What arrives level by level lies in the order
+of the levels; where that is not the order of the ranks, the last step permutes it.
+"""
 
 from __future__ import annotations
 
@@ -42,6 +52,9 @@ class HierarchicalGather(Gather):
     HierarchicalGather(across='node', keeps=True, of=Gather())
     """
 
+    across: str
+    of: Gather
+
     def __init__(self, across: str, of: Gather | None = None, *, keep: bool = False):
         self.across, self.of = across, Gather() if of is None else of
         self.keeps = keep
@@ -57,13 +70,13 @@ class HierarchicalGather(Gather):
         return self.of.encode(part, dtype)
 
     def move(self, sent: Tensor, where: RankGroup, out: Tensor, what: str) -> Handle:
-        levels = _inwards(where, self.across)
+        levels = _levels_inwards(where, self.across)
         if len(levels) < 2:
             return self.of.move(sent, where, out, what)
         first = levels[0].start("all_gather", sent, name=what)
         if self.keeps:
-            return _Kept(first, where, levels, out, what)
-        return _Gathered(first, levels[1:], *_target(where, levels, out), what)
+            return _PartialLevels(first, where, levels, out, what)
+        return _LevelGather(first, levels[1:], *_find_target(where, levels, out), what)
 
     def decode(self, arrived: Tensor, dtype: torch.dtype, count: int) -> Tensor:
         return self.of.decode(arrived, dtype, count)
@@ -92,6 +105,9 @@ class HierarchicalReduction(Reduction):
     True
     """
 
+    across: str
+    of: Reduction
+
     def __init__(self, across: str, of: Reduction | None = None):
         self.across, self.of = across, Reduction() if of is None else of
 
@@ -112,46 +128,50 @@ class HierarchicalReduction(Reduction):
         return self.of.sent(encoded, count)
 
     def move(self, sent: Tensor, where: RankGroup, whole: bool, what: str) -> Handle:
-        levels = _inwards(where, self.across)[::-1]
+        levels = _levels_inwards(where, self.across)[::-1]
         if len(levels) < 2:
             return self.of.move(sent, where, whole, what)
         if whole:
-            return _summed_whole(sent, levels, what)
+            return _start_whole_sum(sent, levels, what)
+        # The ranges of ranks in the order of the levels: the first one scatters between
+        # blocks of ranges that lie together.
         rows = sent.view(*(level.size for level in where.levels), -1)
-        rows = rows.permute(*_places(where, levels), rows.ndim - 1)
+        rows = rows.permute(*_level_order(where, levels), rows.ndim - 1)
         x = rows.reshape(sent.shape)
         for i, level in enumerate(levels):
             if i:
-                x = self.of.decode(work.wait(), torch.float32, None)  # noqa: F821
+                # The sums of the level before, encoded again for fewer ranks.
+                x = self.of.decode(handle.wait(), torch.float32, None)  # noqa: F821
                 x = self.of.encode(x, math.prod(n.size for n in levels[i:]))
             x = x if x.ndim == 1 else x.reshape(level.size, -1)
-            work = self.of.move(x, level, False, what)
-        return work
+            handle = self.of.move(x, level, False, what)
+        return handle
 
     def decode(self, arrived: Tensor, dtype: torch.dtype, count: int | None) -> Tensor:
         return self.of.decode(arrived, dtype, count)
 
 
-class _Gathered(Handle):
+class _LevelGather(Handle):
     """An all-gather after another: each level's, once the one before is there.
 
     Args:
-        first: under way; ``rest``: the levels after it.
+        first: under way; ``remaining``: the levels after it.
         target: where the last one arrives, or None.
         finish: makes the result of what arrived there.
-
+        name: the buffer, for the ledger.
     """
 
     def __init__(
         self,
         first: Handle,
-        rest: Sequence[RankGroup],
+        remaining: Sequence[RankGroup],
         target: Tensor | None,
         finish: Callable[[Tensor], Tensor],
-        what: str,
+        name: str,
     ):
         self.first: Handle | None = first
-        self.rest, self.target, self.finish, self.what = rest, target, finish, what
+        self.remaining, self.target = remaining, target
+        self.finish, self.name = finish, name
 
     def done(self) -> bool:
         return self.first is None
@@ -159,16 +179,20 @@ class _Gathered(Handle):
     def wait(self) -> Tensor:
         if self.first is not None:
             x, self.first = self.first.wait(), None
-            for i, level in enumerate(self.rest):
-                out = self.target if i == len(self.rest) - 1 else None
-                x = level.start("all_gather", x, out=out, name=self.what).wait()
-            self.result = self.finish(x)
+            for i, level in enumerate(self.remaining):
+                out = self.target if i == len(self.remaining) - 1 else None
+                x = level.start("all_gather", x, out=out, name=self.name).wait()
+            self.gathered = self.finish(x)
             self.target = None
-        return self.result
+        return self.gathered
 
 
-class _Kept(KeptGather):
-    """One that keeps what the first level brings, and no more."""
+class _PartialLevels(KeptGather):
+    """A gather that keeps what the first level brings, and no more.
+
+    Attributes:
+        of_nodes: what the first level brought: this rank's ranges of all nodes.
+    """
 
     def __init__(
         self,
@@ -176,10 +200,10 @@ class _Kept(KeptGather):
         where: RankGroup,
         levels: Sequence[RankGroup],
         out: Tensor,
-        what: str,
+        name: str,
     ):
         self.first: Handle | None = first
-        self.where, self.levels, self.what = where, levels, what
+        self.where, self.levels, self.name = where, levels, name
         self.out: Tensor | None = out
 
     def done(self) -> bool:
@@ -187,70 +211,76 @@ class _Kept(KeptGather):
 
     def wait(self) -> Tensor:
         if (out := self.out) is None:
-            raise RuntimeError(f"the gather of {self.what} was waited for already")
+            raise RuntimeError(f"the gather of {self.name} was waited for already")
         self.out = None
         return self.again(out).wait()
 
     def again(self, out: Tensor) -> Handle:
         if self.first is not None:
-            self.near = self.first.wait()
+            self.of_nodes = self.first.wait()
             self.first = None
-            count_as("gathered", [self.near], self.what.partition("(")[0])
-        level, *rest = self.levels[1:]
-        target, finish = _target(self.where, self.levels, out)
-        straight = None if rest else target
-        work = level.start("all_gather", self.near, out=straight, name=self.what)
-        return _Gathered(work, rest, target, finish, self.what)
+            count_as("gathered", [self.of_nodes], self.name.partition("(")[0])
+        level, *remaining = self.levels[1:]
+        target, finish = _find_target(self.where, self.levels, out)
+        # Only the last level arrives in the target.
+        direct = None if remaining else target
+        handle = level.start("all_gather", self.of_nodes, out=direct, name=self.name)
+        return _LevelGather(handle, remaining, target, finish, self.name)
 
 
-def _summed_whole(sent: Tensor, levels: Sequence[RankGroup], what: str) -> Handle:
-    """The sum, on each rank all of it."""
+def _start_whole_sum(sent: Tensor, levels: Sequence[RankGroup], name: str) -> Handle:
+    """Starts a sum of which each rank receives all, as at zero=0."""
     *within, across = levels
-    room = -len(sent) % math.prod(level.size for level in within)
-    x = torch.nn.functional.pad(sent, (0, room))
+    padding = -len(sent) % math.prod(level.size for level in within)
+    x = torch.nn.functional.pad(sent, (0, padding))
     for level in within:
-        x = level.start("psum_scatter", x, name=what).wait()
-    first = across.start("psum", x, name=what)
+        x = level.start("psum_scatter", x, name=name).wait()
+    first = across.start("psum", x, name=name)
     count = len(sent)
-    return _Gathered(first, within[::-1], None, lambda x: x[:count], what)
+    return _LevelGather(first, within[::-1], None, lambda x: x[:count], name)
 
 
-def _inwards(where: RankGroup, across: str) -> list[RankGroup]:
-    """The levels of a gather, outermost first: none where there is nothing across."""
+def _levels_inwards(where: RankGroup, across: str) -> list[RankGroup]:
+    """Returns the levels of a gather, that of ``across`` first; none without it."""
     levels = [level for level in where.levels if level.size > 1]
     first = [level for level in levels if level.axis == (across,)]
     return first and first + [x for x in reversed(levels) if x is not first[0]]
 
 
-def _places(where: RankGroup, levels: Sequence[RankGroup]) -> list[int]:
-    """The positions of ``levels`` among the axes of ``where``, then the others."""
-    found = [where.levels.index(level) for level in levels]
-    return found + [i for i in range(len(where.levels)) if i not in found]
+def _level_order(where: RankGroup, levels: Sequence[RankGroup]) -> list[int]:
+    """Returns the positions of ``levels`` in ``where.levels``, then the others."""
+    order = [where.levels.index(level) for level in levels]
+    return order + [i for i in range(len(where.levels)) if i not in order]
 
 
-def _target(
+def _find_target(
     where: RankGroup, levels: Sequence[RankGroup], out: Tensor
 ) -> tuple[Tensor | None, Callable[[Tensor], Tensor]]:
-    """The tensor that a gather level by level writes, and a function to ``out``.
+    """Returns where a gather level by level arrives, and what makes ``out`` of it.
 
-    Innermost first it lies, which may be the order of ``where``.
+    Gathered last is outermost in memory. If that is the order of ``where``, it arrives
+    in ``out``; else (None) it is permuted into it.
     """
-    places = _places(where, levels[::-1])
-    if places == sorted(places):
+    order = _level_order(where, levels[::-1])
+    if order == sorted(order):
         return out, lambda x: x
-    sizes = [where.levels[i].size for i in places]
-    back = [places.index(i) for i in range(len(places))]
+    sizes = [where.levels[i].size for i in order]
+    inverse = [order.index(i) for i in range(len(order))]
 
     def finish(x: Tensor) -> Tensor:
-        x = x.view(*sizes, -1).permute(*back, len(places))
+        x = x.view(*sizes, -1).permute(*inverse, len(order))
         return out.view(x.shape).copy_(x).flatten()
 
     return None, finish
 
 
-def _check(how: object, across: str, axes: tuple[str, ...]) -> None:
+def _check(
+    message: HierarchicalGather | HierarchicalReduction,
+    across: str,
+    axes: tuple[str, ...],
+) -> None:
     if across not in axes or len(axes) < 2:
         raise ValueError(
-            f"{how!r} has levels across and within {across!r}, and shard cuts over "
+            f"{message!r} has levels across and within {across!r}, and shard cuts over "
             f"{axes}: give it both axes, such as shard(f, mesh, ('data', {across!r}))"
         )

@@ -1,4 +1,12 @@
-"""Gradients of matrices summed by their strongest directions: PowerSGD."""
+"""Gradients of matrices summed by their strongest directions: PowerSGD.
+
+For each matrix M [m, n] two thin factors are summed over the ranks in its place::
+
+    sum of M  ~  P Q'      P [m, r], Q [n, r], r directions
+
+It is the feedback of an optimizer (`residuals.WithFeedback`): ``shard`` asks `_LowRank`
+to send the gradients of a buffer, whose sum is a `_LowRankSum` under way.
+"""
 
 from __future__ import annotations
 
@@ -16,13 +24,9 @@ from torch import Tensor
 from fsfunc.comm.attribution import label
 from fsfunc.comm.backends.link import Handle
 from fsfunc.comm.groups import RankGroup
-from fsfunc.optim.optimizer import (
-    Optimizer,
-    State,
-    optimizer_factory,
-)
+from fsfunc.optim.optimizer import Optimizer, State, optimizer_factory
 from fsfunc.sharded.leaf import FlatShard, Sharded
-from fsfunc.transforms.messages.residuals import Feedback, WithFeedback
+from fsfunc.transforms.messages.residuals import Feedback, Rows, WithFeedback
 from fsfunc.transforms.messages.wire import Reduction
 
 
@@ -41,7 +45,7 @@ class PowerSGDState(NamedTuple):
 
 @optimizer_factory
 def powersgd(optimizer: Optimizer, rank: int, min_rate: float = 2.0) -> Optimizer:
-    """``optimizer``, whose steps sum gradients of matrices in ``rank`` directions.
+    """Makes steps of ``optimizer`` sum gradients of matrices in ``rank`` directions.
 
     For each matrix, with G this rank's gradient [m, n], and Q [n, r]::
 
@@ -99,225 +103,243 @@ def powersgd(optimizer: Optimizer, rank: int, min_rate: float = 2.0) -> Optimize
         raise ValueError(f"rank={rank!r}: it is a whole number of 1 or more")
 
     def begin(shard: FlatShard) -> tuple[Tensor, Tensor]:
-        cut = _Cut.of(shard, rank, min_rate)
+        parts = _BufferParts.of(shard, rank, min_rate)
         device, starts = shard.flat.device, []
-        for m in cut.matrices:  # by their names: whatever lies beside them
+        # Drawn by the matrices' names: equal on all ranks, and on any mesh.
+        for m in parts.matrices:
             draw = torch.Generator().manual_seed(zlib.crc32(m.name.encode()))
             size = m.columns, m.rank
             starts.append(torch.randn(size, generator=draw, device="cpu").to(device))
-        owed = torch.zeros(cut.size, dtype=torch.float32, device=device)
-        return owed, _joined(_orthonormal(starts), owed)
+        residual = torch.zeros(parts.size, dtype=torch.float32, device=device)
+        return residual, _flatten_all(_orthonormalize(starts), residual)
 
-    feed = partial(_LowRank, rank=rank, min_rate=min_rate)
-    return WithFeedback(optimizer, PowerSGDState, begin, feed).functions()
+    make_feedback = partial(_LowRank, rank=rank, min_rate=min_rate)
+    return WithFeedback(optimizer, PowerSGDState, begin, make_feedback).functions()
 
 
 class _Matrix(NamedTuple):
-    start: int  # in the buffer
+    """A matrix of a buffer: ``offset`` there, ``rank``: its number of directions."""
+
+    offset: int
     rows: int
     columns: int
     rank: int
     name: str
 
 
-class _Cut(NamedTuple):
-    """A buffer's matrices that are sent in few directions, and the ranges beside."""
+class _BufferParts(NamedTuple):
+    """A buffer's matrices that are sent in few directions, and its other ranges.
+
+    Args:
+        matrices: in the order of their offsets.
+        others: (start, stop) of what is sent as it is.
+    """
 
     matrices: list[_Matrix]
-    beside: list[tuple[int, int]]
+    others: list[tuple[int, int]]
 
     @classmethod
-    def of(cls, shard: FlatShard, rank: int, min_rate: float) -> _Cut:
-        matrices, beside, at = [], [], 0
+    def of(cls, shard: FlatShard, rank: int, min_rate: float) -> _BufferParts:
+        """Returns the parts of a buffer."""
+        matrices, others, end = [], [], 0
         for member in shard.members:  # in the order of their offsets
-            shape, _, start = member.view
+            shape, _, offset = member.view
             rows, columns = (shape[0], math.prod(shape[1:])) if shape else (1, 1)
             r = min(rank, rows, columns)
             if len(shape) > 1 and (rows + columns) * r * min_rate < rows * columns:
-                if start > at:
-                    beside.append((at, start))
-                matrices.append(_Matrix(start, rows, columns, r, member.name))
-                at = start + rows * columns
-        if (end := shard.place.size * shard.place.chunk) > at:
-            beside.append((at, end))
-        return cls(matrices, beside)
+                if offset > end:
+                    others.append((end, offset))
+                matrices.append(_Matrix(offset, rows, columns, r, member.name))
+                end = offset + rows * columns
+        if (length := shard.place.size * shard.place.chunk) > end:
+            others.append((end, length))
+        return cls(matrices, others)
 
     @property
     def size(self) -> int:
-        """Elements of the matrices."""
+        """The number of elements of the matrices."""
         return sum(m.rows * m.columns for m in self.matrices)
 
     @property
-    def width(self) -> int:
-        """Elements of their right factors."""
+    def rights_size(self) -> int:
+        """The number of elements of their right factors."""
         return sum(m.columns * m.rank for m in self.matrices)
 
     def rights(self, flat: Tensor) -> list[Tensor]:
-        """The right factors Q, [n, r] each."""
-        return _views(flat, [(m.columns, m.rank) for m in self.matrices])
+        """Returns the right factors Q, [n, r] each."""
+        return _split(flat, [(m.columns, m.rank) for m in self.matrices])
 
     def lefts(self, flat: Tensor) -> list[Tensor]:
-        """The left factors P, [m, r] each."""
-        return _views(flat, [(m.rows, m.rank) for m in self.matrices])
+        """Returns the left factors P, [m, r] each."""
+        return _split(flat, [(m.rows, m.rank) for m in self.matrices])
 
-    def within(self, flat: Tensor) -> list[Tensor]:
-        """The matrices, of a tensor that has them one after another."""
-        return _views(flat, [(m.rows, m.columns) for m in self.matrices])
+    def split_matrices(self, flat: Tensor) -> list[Tensor]:
+        """Returns the matrices, of a tensor that has them one after another."""
+        return _split(flat, [(m.rows, m.columns) for m in self.matrices])
 
     def of_buffer(self, buffer: Tensor) -> list[Tensor]:
-        """The matrices, of the buffer."""
-        found = []
-        for start, rows, columns, *_ in self.matrices:
-            found.append(buffer[start : start + rows * columns].view(rows, columns))
-        return found
+        """Returns the matrices, as views of the buffer."""
+        views = []
+        for offset, rows, columns, *_ in self.matrices:
+            views.append(buffer[offset : offset + rows * columns].view(rows, columns))
+        return views
 
 
 class _LowRank(Feedback):
+    """The feedback of ``powersgd``: rows are the residuals, and the right factors."""
+
     called = "powersgd"
 
-    def __init__(self, kept, rank: int, min_rate: float):
-        super().__init__(kept)
+    def __init__(self, rows: Rows, rank: int, min_rate: float):
+        super().__init__(rows)
         self.rank, self.min_rate = rank, min_rate
-        self.under_way: dict[str, _Sum] = {}
+        self.in_flight: dict[str, _LowRankSum] = {}
 
-    def check(self, how: Reduction) -> None:
-        if not how.exact:
+    def check(self, reduction: Reduction) -> None:
+        if not reduction.exact:
             raise ValueError(
-                f"powersgd sums gradients its own way, and {how!r} would not be used: "
-                "leave reduction= out, or keep it with ff.error_feedback"
+                f"powersgd sums gradients its own way, and {reduction!r} would not be "
+                "used: leave reduction= out, or keep it with ff.error_feedback"
             )
 
     def send(
         self,
-        how: Reduction,
+        reduction: Reduction,
         buffer: Tensor,
         shard: FlatShard,
         where: RankGroup,
         whole: bool,
     ) -> Handle:
-        cut = _Cut.of(shard, self.rank, self.min_rate)
-        if not cut.matrices:
-            return how.send(buffer, shard, where, whole)
-        if (before := self.under_way.pop(shard.buffer, None)) is not None:
-            before.wait()  # of another call, which leaves what this one starts from
-        found = self.remembered(shard)
-        owed = buffer.new_zeros(cut.size, dtype=torch.float32)
-        if found is None:
-            q = torch.ones(cut.width, dtype=torch.float32, device=buffer.device)
+        parts = _BufferParts.of(shard, self.rank, self.min_rate)
+        if not parts.matrices:
+            return reduction.send(buffer, shard, where, whole)
+        # Of another call of this buffer, which leaves the rows that this starts from.
+        if (earlier := self.in_flight.pop(shard.buffer, None)) is not None:
+            earlier.wait()
+        rows = self.find_rows(shard)
+        residual = buffer.new_zeros(parts.size, dtype=torch.float32)
+        if rows is None:
+            q = torch.ones(parts.rights_size, dtype=torch.float32, device=buffer.device)
         else:
-            owed, q = owed.add_(found[0], alpha=self.scale), found[1]
-        matrices = cut.within(owed)
-        torch._foreach_add_(matrices, [m.float() for m in cut.of_buffer(buffer)])
-        parts = [m @ f for m, f in zip(matrices, cut.rights(q), strict=True)]
-        beside = [buffer[a:b].float() for a, b in cut.beside]
-        sent = torch.cat([x.flatten() for x in (*parts, *beside)])
-        first = where.start("psum", sent, name=shard.name)
-        work = _Sum(
-            cut=cut,
+            residual, q = residual.add_(rows[0], alpha=self.scale), rows[1]
+        matrices = parts.split_matrices(residual)
+        torch._foreach_add_(matrices, [m.float() for m in parts.of_buffer(buffer)])
+        lefts = [m @ f for m, f in zip(matrices, parts.rights(q), strict=True)]
+        others = [buffer[a:b].float() for a, b in parts.others]
+        sent = torch.cat([x.flatten() for x in (*lefts, *others)])
+        handle = _LowRankSum(
+            parts=parts,
             buffer=shard.buffer,
             name=shard.name,
             count=shard.place.size * shard.place.chunk,
             where=where,
             whole=whole,
-            first=first,
-            owed=owed,
-            start=q,
+            left_sum=where.start("psum", sent, name=shard.name),
+            gradient=residual,
+            previous_q=q,
             scale=self.scale,
-            new=self.new,
+            new_rows=self.new_rows,
         )
-        self.under_way[shard.buffer] = work
-        return work
+        self.in_flight[shard.buffer] = handle
+        return handle
 
 
 @dataclass(eq=False)
-class _Sum(Handle):
+class _LowRankSum(Handle):
     """The sum of one buffer's gradients under way: P first, then Q.
 
     Args:
-        cut: the buffer's matrices; ``count``: its elements.
+        parts: the buffer's matrices and other ranges; ``count``: its elements.
         buffer, name: those of the shard, for messages.
         where: the ranks that sum; ``whole``: whether each receives all of the sum.
-        first: the sum of P, under way.
-        owed: the gradient with the error of the last reduction.
-        start: the Q of before.
-        scale: by what gradients are larger than those of the loss.
-        new: where it leaves what is remembered of the buffer. (Not who keeps this: that
-            would be a circle.)
+        left_sum: the sum of P, and of other ranges, under way.
+        gradient: M: the gradient of the matrices with the residual of the last
+            reduction.
+        previous_q: the Q of before.
+        scale: the loss scale, by which gradients are larger than those of the loss.
+        new_rows: that of the feedback, where it leaves what is remembered of the
+            buffer. (Not the feedback, which has a reference to this.)
     """
 
-    cut: _Cut
+    parts: _BufferParts
     buffer: str
     name: str
     count: int
     where: RankGroup
     whole: bool
-    first: Handle
-    owed: Tensor
-    start: Tensor
+    left_sum: Handle
+    gradient: Tensor
+    previous_q: Tensor
     scale: float
-    new: dict[str, tuple[Tensor, ...]]
-    result: Tensor | None = None
+    new_rows: dict[str, tuple[Tensor, ...]]
+    sum: Tensor | None = None
 
     def done(self) -> bool:
-        return self.result is not None
+        return self.sum is not None
 
     def wait(self) -> Tensor:
-        if self.result is None:
+        if self.sum is None:
             with label(self.buffer.partition(":")[0], "backward"):
-                self.result = self._finished()
-        return self.result
+                self.sum = self._finish()
+        return self.sum
 
-    def _finished(self) -> Tensor:
-        cut, ranks, matrices = self.cut, self.where.size, self.cut.within(self.owed)
-        arrived = self.first.wait()
-        beside = arrived[sum(m.rows * m.rank for m in cut.matrices) :]
-        lefts = _orthonormal(cut.lefts(arrived))
-        parts = [m.mT @ p for m, p in zip(matrices, lefts, strict=True)]
-        q = torch.cat([x.flatten() for x in parts])
+    def _finish(self) -> Tensor:
+        """Sums Q, and returns P Q'; remembers what that leaves out."""
+        parts, ranks = self.parts, self.where.size
+        matrices = parts.split_matrices(self.gradient)
+        arrived = self.left_sum.wait()
+        others = arrived[sum(m.rows * m.rank for m in parts.matrices) :]
+        lefts = _orthonormalize(parts.lefts(arrived))
+        products = [m.mT @ p for m, p in zip(matrices, lefts, strict=True)]
+        q = torch.cat([x.flatten() for x in products])
         q = self.where.start("psum", q, name=self.name).wait()
-        total = self.owed.new_empty(self.count)
-        approximate, rights = cut.of_buffer(total), cut.rights(q)
+        total = self.gradient.new_empty(self.count)
+        approximate, rights = parts.of_buffer(total), parts.rights(q)
         for y, p, f in zip(approximate, lefts, rights, strict=True):
             y.copy_(p @ f.mT)
-        for a, b in cut.beside:
-            total[a:b] = beside[: b - a]
-            beside = beside[b - a :]
+        for a, b in parts.others:
+            total[a:b] = others[: b - a]
+            others = others[b - a :]
+        # The residual of this rank: its matrices without its share of the sum.
         torch._foreach_add_(matrices, approximate, alpha=-1 / ranks)
-        # Of what overflowed nothing is owed, and nothing is learned.
+        # Of a step that overflowed nothing is remembered: the next starts from before.
         finite = q.isfinite().all()
-        owed = torch.where(finite, self.owed, 0.0).div_(self.scale)
-        sound = torch.where(finite, q, self.start)
-        q = _joined(_orthonormal(cut.rights(sound)), q)
-        self.new[self.buffer] = owed, q
+        residual = torch.where(finite, self.gradient, 0.0).div_(self.scale)
+        finite_q = torch.where(finite, q, self.previous_q)
+        q = _flatten_all(_orthonormalize(parts.rights(finite_q)), q)
+        self.new_rows[self.buffer] = residual, q
         if self.whole:
             return total
         return total.view(ranks, -1)[self.where.index].clone()
 
 
-def _views(flat: Tensor, shapes: Sequence[tuple[int, int]]) -> list[Tensor]:
-    found, at = [], 0
+def _split(flat: Tensor, shapes: Sequence[tuple[int, int]]) -> list[Tensor]:
+    """Returns views of these shapes, one after another."""
+    views, offset = [], 0
     for rows, columns in shapes:
-        found.append(flat[at : at + rows * columns].view(rows, columns))
-        at += rows * columns
-    return found
+        views.append(flat[offset : offset + rows * columns].view(rows, columns))
+        offset += rows * columns
+    return views
 
 
-def _joined(parts: Sequence[Tensor], like: Tensor) -> Tensor:
-    return torch.cat([x.flatten() for x in parts]) if parts else like
+def _flatten_all(tensors: Sequence[Tensor], empty: Tensor) -> Tensor:
+    """Returns tensors one after another in one; ``empty`` if there are none."""
+    return torch.cat([x.flatten() for x in tensors]) if tensors else empty
 
 
-def _orthonormal(tall: Sequence[Tensor]) -> list[Tensor]:
-    """Orthonormal columns that span those of each [n, r], the alike ones as one.
+def _orthonormalize(tall: Sequence[Tensor]) -> list[Tensor]:
+    """Returns orthonormal columns that span those of each [n, r].
 
     By Householder's reflections: columns of zeros, or that depend on others, come out
     as some that are orthonormal to the rest.
     """
-    alike: dict[tuple[int, ...], list[int]] = defaultdict(list)
+    # Those of one shape in one call, as a batch.
+    by_shape: dict[tuple[int, ...], list[int]] = defaultdict(list)
     for i, x in enumerate(tall):
-        alike[tuple(x.shape)].append(i)
-    found = list(tall)
-    for places in alike.values():
-        columns = torch.linalg.qr(torch.stack([tall[i] for i in places])).Q
-        for i, x in zip(places, columns.unbind(), strict=True):
-            found[i] = x
-    return found
+        by_shape[tuple(x.shape)].append(i)
+    orthonormal = list(tall)
+    for positions in by_shape.values():
+        columns = torch.linalg.qr(torch.stack([tall[i] for i in positions])).Q
+        for i, x in zip(positions, columns.unbind(), strict=True):
+            orthonormal[i] = x
+    return orthonormal

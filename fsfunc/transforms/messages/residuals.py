@@ -1,10 +1,16 @@
-"""Error feedback: a reduction's loss is added to the next gradient."""
+"""Error feedback: what a reduction loses is added to the next gradient.
+
+A state of rows by buffer travels with the optimizer's own: `WithFeedback` keeps it, for
+`error_feedback` here and for `powersgd`. In each step it puts a `Feedback` among the
+interpretations, which ``shard`` asks to send gradients, and which collects the rows for
+the next step.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -43,7 +49,7 @@ class ErrorFeedbackState(NamedTuple):
 
 @optimizer_factory
 def error_feedback(optimizer: Optimizer) -> Optimizer:
-    """``optimizer``, whose steps send later what their reductions lose.
+    """Makes steps of ``optimizer`` send later what their reductions lose.
 
     With C what a lossy ``reduction=`` of ``shard`` makes of a rank's gradient g::
 
@@ -86,16 +92,18 @@ def error_feedback(optimizer: Optimizer) -> Optimizer:
     >>> ff.spmd(main, mesh)()[0]  # 5 times the mean; without it, the 1.5 is 0
     tensor([-635.0000,   -1.5000])
     """
-    f = WithFeedback(optimizer, ErrorFeedbackState, _nothing_owed, _Owing)
+    f = WithFeedback(optimizer, ErrorFeedbackState, _zero_residual, _ErrorFeedback)
     return f.functions()
 
 
-def _nothing_owed(shard: FlatShard) -> tuple[Tensor]:
+def _zero_residual(shard: FlatShard) -> tuple[Tensor]:
     size = shard.place.size * shard.place.chunk
     return (torch.zeros(size, dtype=torch.float32, device=shard.flat.device),)
 
 
-Kept = tuple[dict[str, Sharded], ...]
+# What is remembered: for each field of the state, by the name of a buffer, [ranks,
+# elements], of which a rank has its row.
+Rows = tuple[dict[str, Sharded], ...]
 
 
 @dataclass(frozen=True, eq=False)
@@ -104,51 +112,55 @@ class WithFeedback:
 
     Args:
         optimizer: the one within.
-        state: makes its state, a NamedTuple of what is remembered, each ``{buffer:
-            [ranks, elements]}``, and the state within.
-        begin: what a rank remembers of a buffer before the first step, each 1-D.
-        feed: the `Feedback` of one step, of what the state remembers.
-        fed: that of the step whose gradients it applies.
+        state_class: a NamedTuple of what is remembered, each ``{buffer: [ranks,
+            elements]}``, and the state within.
+        first_rows: returns what a rank remembers of a buffer before the first step,
+            each 1-D.
+        make_feedback: makes the `Feedback` of one step, of what the state remembers.
+        feedback: that of the step whose gradients it applies.
     """
 
     optimizer: Optimizer
-    state: Callable[..., Any]
-    begin: Callable[[FlatShard], tuple[Tensor, ...]]
-    feed: Callable[[Kept], Feedback]
-    fed: Feedback | None = None
+    state_class: Callable[..., State]
+    first_rows: Callable[[FlatShard], tuple[Tensor, ...]]
+    make_feedback: Callable[[Rows], Feedback]
+    feedback: Feedback | None = None
 
     def functions(self) -> Optimizer:
         return from_phases(self.init, self.phases, interprets=self.interprets)
 
-    def init(self, params: Tree) -> Any:
-        found: dict[str, list[Sharded]] = {}
+    def init(self, params: Tree) -> State:
+        """Returns the first state."""
+        by_buffer: dict[str, list[Sharded]] = {}
         for x in tree.leaves(params, is_leaf=is_sharded):
             shard = x.packed if is_sharded(x) else None
             if shard is not None and shard.flat.is_floating_point():
-                if shard.buffer not in found:
-                    rows = self.begin(shard)
-                    found[shard.buffer] = [_rows(row, shard.buffer) for row in rows]
-        count = len(self.state._fields) - 1  # type: ignore[attr-defined]
-        kept = [{name: rows[i] for name, rows in found.items()} for i in range(count)]
-        return self.state(*kept, self.optimizer.init(params))
+                if (name := shard.buffer) not in by_buffer:
+                    rows = self.first_rows(shard)
+                    by_buffer[name] = [_stack_of_ranks(row, name) for row in rows]
+        count = len(self.state_class._fields) - 1  # type: ignore[attr-defined]
+        rows = [{name: r[i] for name, r in by_buffer.items()} for i in range(count)]
+        return self.state_class(*rows, self.optimizer.init(params))
 
     def phases(
-        self, grads: Tree, state: Any, params: Tree, returns_params: bool
+        self, grads: Tree, state: State, params: Tree, returns_params: bool
     ) -> Phases:
-        if self.fed is None:
+        """Runs the step within; the new state has what its feedback remembered."""
+        if self.feedback is None:
             raise RuntimeError(
-                f"{self.feed(state[:-1]).called} saw no gradients being reduced: have "
-                "it make the train step, optimizer(grad_fn)"
+                f"{self.make_feedback(state[:-1]).called} saw no gradients being "
+                "reduced: have it make the train step, optimizer(grad_fn)"
             )
         step = self.optimizer.phases(grads, state.inner, params, returns_params)
-        result, inner = yield from step
-        return result, self.state(*self.fed.after(), inner)
+        updated, inner = yield from step
+        return updated, self.state_class(*self.feedback.rows_after(), inner)
 
-    def interprets(self, state: Any) -> GradientScope:
+    def interprets(self, state: State) -> GradientScope:
+        """Returns the interpretations in which gradients are taken, and who applies."""
         handlers, inner = self.optimizer.gradient_scope(state.inner)
-        fed = self.feed(state[:-1])
-        after = replace(self, optimizer=inner, fed=fed).functions()
-        return GradientScope((*handlers, fed), after)
+        feedback = self.make_feedback(state[:-1])
+        after = replace(self, optimizer=inner, feedback=feedback).functions()
+        return GradientScope((*handlers, feedback), after)
 
 
 @dataclass(eq=False)
@@ -156,37 +168,42 @@ class Feedback(ReductionFeedback):
     """State of the reductions of one step: from those before, and for the next.
 
     Args:
-        kept: what was remembered, each by buffer.
-
-    ``new``: by buffer, what this rank remembers after it. ``scale``: by what the
-    gradients are larger than those of the loss. ``tried``: in a step that is only
-    recorded, or planned.
+        rows: what was remembered before the step.
+        new_rows: by buffer, what this rank remembers after it.
+        scale: the loss scale, by which the gradients are larger than those of the loss.
+        is_tried: whether the step is only recorded, or planned.
     """
 
-    kept: Kept
-    new: dict[str, tuple[Tensor, ...]] = field(default_factory=dict)
+    rows: Rows
+    new_rows: dict[str, tuple[Tensor, ...]] = field(default_factory=dict)
     scale: float = 1.0
-    tried: bool = False
+    is_tried: bool = False
 
-    def gradient(self, run: Callable[..., Any]) -> Callable[..., Any]:
-        def fed(call: GradientCall) -> Outcome:
-            self.scale, self.tried = call.cotangent, frame().tracer is not None
+    def gradient(
+        self, run: Callable[[GradientCall], Outcome]
+    ) -> Callable[[GradientCall], Outcome]:
+        def run_with_scale(call: GradientCall) -> Outcome:
+            self.scale, self.is_tried = call.cotangent, frame().tracer is not None
             return run(call)
 
-        return fed
+        return run_with_scale
 
-    def remembered(self, shard: FlatShard) -> tuple[Tensor, ...] | None:
-        """The rows remembered of a buffer, by this step or those before.
+    def find_rows(self, shard: FlatShard) -> tuple[Tensor, ...] | None:
+        """Returns the rows remembered of a buffer, by this step or those before.
+
+        None in a step that is only tried, whose state may not have them yet.
 
         Raises:
-            RuntimeError: nothing, in a step that is not only tried.
+            RuntimeError: nothing is remembered.
         """
         name = shard.buffer
-        if name in self.new:
-            return self.new[name]
-        if all(name in kept for kept in self.kept):
-            return tuple(declare_type(kept[name].local[0], "V") for kept in self.kept)
-        if self.tried:
+        # Reduced a second time in this step, as by several microbatches.
+        if name in self.new_rows:
+            return self.new_rows[name]
+        if all(name in by_buffer for by_buffer in self.rows):
+            parts = [by_buffer[name].local[0] for by_buffer in self.rows]
+            return tuple(declare_type(part, "V") for part in parts)
+        if self.is_tried:
             return None
         raise RuntimeError(
             f"{self.called} remembers nothing of {shard.name}: its state was made "
@@ -194,55 +211,60 @@ class Feedback(ReductionFeedback):
             "optimizer, batch), or optimizer.init of placed parameters"
         )
 
-    def after(self) -> Kept:
-        """All that is remembered after the step."""
-        found = tuple(dict(kept) for kept in self.kept)
-        for name, rows in self.new.items():  # this rank's part of a tensor of them all
-            for kept, row in zip(found, rows, strict=True):
-                if name in kept:
-                    kept[name] = kept[name].with_local(declare_type(row[None], "S"))
-        return found
+    def rows_after(self) -> Rows:
+        """Returns all that is remembered after the step."""
+        after = tuple(dict(by_buffer) for by_buffer in self.rows)
+        for name, rows in self.new_rows.items():
+            for by_buffer, row in zip(after, rows, strict=True):
+                if name in by_buffer:  # this rank's part of the tensor of all rows
+                    part = declare_type(row[None], "S")
+                    by_buffer[name] = by_buffer[name].with_local(part)
+        return after
 
 
-class _Owing(Feedback):
+class _ErrorFeedback(Feedback):
+    """The feedback of ``error_feedback``: the row of a buffer is its residual."""
+
     called = "error_feedback"
 
-    def check(self, how: Reduction) -> None:
-        if how.exact:
+    def check(self, reduction: Reduction) -> None:
+        if reduction.exact:
             raise ValueError(_NOTHING_LOST)
 
     def send(
         self,
-        how: Reduction,
+        reduction: Reduction,
         buffer: Tensor,
         shard: FlatShard,
         where: RankGroup,
         whole: bool,
     ) -> Handle:
-        sent = self._encode(how, buffer, shard, where.size)
-        return how.move(sent, where, whole, shard.name)
+        sent = self._encode(reduction, buffer, shard, where.size)
+        return reduction.move(sent, where, whole, shard.name)
 
     def _encode(
-        self, how: Reduction, buffer: Tensor, shard: FlatShard, ranks: int
+        self, reduction: Reduction, buffer: Tensor, shard: FlatShard, ranks: int
     ) -> Tensor:
         """Encodes a gradient and its residual; the new residual is what is lost."""
-        owed = self.remembered(shard)
-        if owed is None:
-            return how.encode(buffer, ranks)
-        total = buffer.float().add(owed[0], alpha=self.scale)
+        rows = self.find_rows(shard)
+        if rows is None:
+            return reduction.encode(buffer, ranks)
+        # Residuals are those of the loss itself, so that a change of scale keeps them.
+        total = buffer.float().add(rows[0], alpha=self.scale)
         # Not ``total`` itself: the encoding may be a view of what it is given.
-        sent = how.encode(buffer.copy_(total), ranks)
-        lost = total.sub_(how.sent(sent, total.numel() // ranks))
-        # Of what overflowed nothing is owed: such a step is skipped, or lost anyway.
-        self.new[shard.buffer] = (lost.nan_to_num_(0.0, 0.0, 0.0).div_(self.scale),)
+        sent = reduction.encode(buffer.copy_(total), ranks)
+        lost = total.sub_(reduction.sent(sent, total.numel() // ranks))
+        # What overflowed is not remembered: such a step is skipped, or lost anyway.
+        residual = lost.nan_to_num_(0.0, 0.0, 0.0).div_(self.scale)
+        self.new_rows[shard.buffer] = (residual,)
         return sent
 
 
-def _rows(row: Tensor, name: str) -> Sharded:
-    """A tensor with a row for each rank of the mesh, of which this is ours."""
-    at = here()
-    parts = tuple(Split(0, axis, n) for axis, n in at.mesh.axes.items())
-    return Sharded(row[None], Layout((at.mesh.size, len(row)), row.dtype, parts, name))
+def _stack_of_ranks(row: Tensor, name: str) -> Sharded:
+    """Returns a tensor with a row for each rank of the mesh, of which this is ours."""
+    mesh = here().mesh
+    parts = tuple(Split(0, axis, n) for axis, n in mesh.axes.items())
+    return Sharded(row[None], Layout((mesh.size, len(row)), row.dtype, parts, name))
 
 
 _NOTHING_LOST = (

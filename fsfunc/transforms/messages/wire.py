@@ -40,11 +40,11 @@ from fsfunc.sharded.layout import View
 from fsfunc.sharded.leaf import FlatShard
 
 
-def check_decoded(how: object, x: Tensor, count: int, dtype: torch.dtype) -> None:
+def check_decoded(message: Gather, x: Tensor, count: int, dtype: torch.dtype) -> None:
     """Raises unless a ``decode`` returned ``count`` elements in ``dtype``."""
     if x.shape != (count,) or x.dtype != dtype:
         raise ValueError(
-            f"{how}.decode returned {list(x.shape)} in {x.dtype}: it must return "
+            f"{message}.decode returned {list(x.shape)} in {x.dtype}: it must return "
             f"[{count}] in {dtype}"
         )
 
@@ -58,15 +58,16 @@ class _Message:
     exact: bool
 
     def encodes(self, dtype: torch.dtype) -> bool:
-        """True if an inexact one, or a feedback, is for buffers of this dtype.
+        """Returns whether an inexact one, or a feedback, is for this dtype.
 
         Others are sent as they are: integers, masks, complex numbers.
         """
         return dtype.is_floating_point
 
     def __init_subclass__(cls) -> None:
-        own = not {"encode", "decode"}.isdisjoint(vars(cls))
-        if own and _Message not in cls.__bases__ and cls.exact is True:
+        overrides = not {"encode", "decode"}.isdisjoint(vars(cls))
+        # Silently wrong otherwise: derivatives that do not know of the encoding.
+        if overrides and _Message not in cls.__bases__ and cls.exact is True:
             raise TypeError(
                 f"{cls.__name__} has an encode or a decode of its own: say exact = "
                 "False in it, as what arrives may differ from what was sent"
@@ -79,8 +80,8 @@ class _Message:
         return hash(repr(self))
 
     def __repr__(self) -> str:
-        made = ", ".join(f"{k}={v!r}" for k, v in sorted(vars(self).items()))
-        return f"{type(self).__name__}({made})"
+        attributes = ", ".join(f"{k}={v!r}" for k, v in sorted(vars(self).items()))
+        return f"{type(self).__name__}({attributes})"
 
 
 class Gather(_Message):
@@ -115,7 +116,7 @@ class Gather(_Message):
         """Raises if it cannot be used over these axes of a mesh."""
 
     def encode(self, part: Tensor, dtype: torch.dtype) -> Tensor:
-        """The tensor to send for this rank's range of the buffer."""
+        """Returns the tensor to send for this rank's range of the buffer."""
         return part.to(dtype)
 
     def move(self, sent: Tensor, where: RankGroup, out: Tensor, what: str) -> Handle:
@@ -123,11 +124,12 @@ class Gather(_Message):
 
         If it returns a `KeptGather`, the backward gathers by its ``again``.
         """
-        # `decode` may write what arrives, and this rank's part of it is what is sent.
+        # Nobody writes an exact one, so ranks may share memory. A `decode` may write
+        # what arrives, of which this rank's part is what it sent.
         return where.start("all_gather", sent, out=out, name=what, read_only=self.exact)
 
     def decode(self, arrived: Tensor, dtype: torch.dtype, count: int) -> Tensor:
-        """The whole buffer in ``dtype``: ``count`` elements of each rank, in order."""
+        """Returns the whole buffer in ``dtype``: ``count`` elements of each rank."""
         return arrived
 
 
@@ -153,11 +155,11 @@ class Reduction(_Message):
         """Raises if it cannot be used over these axes of a mesh, or at ``zero``."""
 
     def encode(self, buffer: Tensor, ranks: int) -> Tensor:
-        """The tensor to send for this rank's gradient of the whole buffer."""
+        """Returns the tensor to send for this rank's gradient of the whole buffer."""
         return buffer
 
     def sent(self, encoded: Tensor, count: int) -> Tensor:
-        """The gradient that ``encoded`` stands for, ``count`` elements for each range.
+        """Returns the gradient that ``encoded`` stands for, ``count`` of each range.
 
         In float32. ``error_feedback`` computes the error of the encoding from it.
         """
@@ -176,15 +178,15 @@ class Reduction(_Message):
         )
 
     def decode(self, arrived: Tensor, dtype: torch.dtype, count: int | None) -> Tensor:
-        """The summed gradient: ``count`` elements in ``dtype``.
+        """Returns the summed gradient: ``count`` elements in ``dtype``.
 
         With ``count=None`` padding is kept, for a partial sum that is reduced again.
         """
         return arrived
 
 
-def divided_before(n: int) -> int:
-    """The divisor of float16 gradients before ``n`` of them are summed.
+def divisor_before_sum(n: int) -> int:
+    """Returns the divisor of float16 gradients before ``n`` of them are summed.
 
     Their sum would overflow where their mean does not, and divided by ``n`` at once
     they would vanish: so half of it comes before, half after. (FairScale's rule.)
@@ -192,43 +194,44 @@ def divided_before(n: int) -> int:
     >>> [divided_before(n) for n in (1, 2, 3, 4, 6, 8)]
     [1, 2, 2, 2, 4, 4]
     """
-    before = 1
-    while n % before == 0 and n > before * before:
-        before *= 2
-    return before
+    divisor = 1
+    while n % divisor == 0 and n > divisor * divisor:
+        divisor *= 2
+    return divisor
 
 
-def by_offset(
+def gradients_by_offset(
     views: Sequence[View],
     grads: Sequence[Tensor | None],
     dtype: torch.dtype,
     later: Mapping[int, Tensor] | None = None,
 ) -> dict[int, Tensor]:
-    """Gradients of views of a buffer, by where they begin; adds those of ``later``.
+    """Returns gradients of views of a buffer, by offset; adds those of ``later``.
 
     For a backward of the backward, and for a graph: nothing is written in place.
     """
-    found: dict[int, Tensor] = {}
+    gradients: dict[int, Tensor] = {}
     for (_, _, offset), g in zip(views, grads, strict=True):
         if g is None or not g.numel():
             continue
         g = to_strided(g).reshape(-1)
-        g = found[offset] + g if offset in found else g  # a leaf that was given twice
-        found[offset] = g.to(dtype)
+        if offset in gradients:  # a leaf that was given twice
+            g = gradients[offset] + g
+        gradients[offset] = g.to(dtype)
     for offset, g in (later or {}).items():
-        found[offset] = found[offset] + g if offset in found else g
-    return found
+        gradients[offset] = gradients[offset] + g if offset in gradients else g
+    return gradients
 
 
-def as_buffer(
+def pack_parts(
     grads: Mapping[int, Tensor], shard: FlatShard, dtype: torch.dtype
 ) -> Tensor:
-    """Gradients by where they begin as one buffer, with zeros between."""
-    place, parts, at = shard.place, [], 0
+    """Packs gradients, given by offset, into one buffer, with zeros between."""
+    place, parts, end = shard.place, [], 0
     zeros = partial(shard.flat.new_zeros, dtype=dtype)
     for offset in sorted(grads):
-        if offset > at:
-            parts.append(zeros(offset - at))
+        if offset > end:
+            parts.append(zeros(offset - end))
         parts.append(grads[offset])
-        at = offset + grads[offset].numel()
-    return torch.cat([*parts, zeros(place.size * place.chunk - at)])
+        end = offset + grads[offset].numel()
+    return torch.cat([*parts, zeros(place.size * place.chunk - end)])
