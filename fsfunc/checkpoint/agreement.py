@@ -128,7 +128,7 @@ class Others:
     def tell(self, why: str) -> None:
         """Says that this rank has done its part, or why it could not."""
         message = Message("save", self.rank, self.number, self.blamed or why)
-        self.board.tell(self.ranks, message)
+        self.board.send(self.ranks, message)
 
     def said(self) -> dict[int, str]:
         """Their messages, by rank: "" where all is well."""

@@ -170,12 +170,14 @@ class CallRecorder:
         """Inside, the watchdog names the folder."""
         flight = getattr(at.link, "flight", None)
         if flight is not None:
-            flight.kept = f"; its call is recorded in {self.folder}, when it ends"
+            flight.recording_note = (
+                f"; its call is recorded in {self.folder}, when it ends"
+            )
         try:
             yield
         finally:
             if flight is not None:
-                flight.kept = ""
+                flight.recording_note = ""
 
     def _end(
         self,
