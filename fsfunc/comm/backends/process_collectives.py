@@ -49,7 +49,7 @@ def issue(
     out: Tensor | None,
     process_group: dist.ProcessGroup | None,
     **kwargs: Any,
-) -> tuple[list[dist.Work], Callable[[], Tensor]]:
+) -> tuple[list[dist.Work | None], Callable[[], Tensor]]:
     """Starts torch's own collective ``op`` on ``x``.
 
     Returns:
@@ -95,7 +95,7 @@ def _issue(
     out: Tensor | None,
     process_group: dist.ProcessGroup | None,
     **kwargs,
-) -> tuple[list[dist.Work], Tensor]:
+) -> tuple[list[dist.Work | None], Tensor]:
     """Starts a collective; returns its works, and the tensor that its result fills."""
     if (fold := operation.fold) is not None and operation.all_reduces:
         y = x.clone() if out is None else out.copy_(x)  # torch reduces in place
@@ -149,7 +149,7 @@ class Pairs:
         self.group = group
         self.n, self.me, self.ranks = group.size, group.index, group.ranks
         self.record, self.channel, self.pool = record, channel, pool
-        self.digest, self.read_only = digest(record.said), read_only
+        self.digest, self.read_only = digest(record.signature), read_only
         self.others = [r for r in range(self.n) if r != self.me]
         self.headers: Headers | None = None
         if not compared:

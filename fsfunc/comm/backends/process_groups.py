@@ -207,7 +207,7 @@ class Groups:
         Raises:
             RuntimeError: an error of another mesh has closed it.
         """
-        world = dist.group.WORLD
+        world: Any = dist.group.WORLD
         group = _WORLD.setdefault(world, _MeshGroup(world))
         group.get()
         if self.timeout == _torch.group_timeout(world):

@@ -110,7 +110,7 @@ class ProcessLink(Link):
         self.near = self.transfers.near = near
         if near is not None:
             self.pool = near.pool
-            near.close_with(dist.group.WORLD)
+            near.close_with(dist.group.WORLD)  # type: ignore[arg-type]
 
     def connect(self, rank_tuples: Sequence[tuple[int, ...]]) -> None:
         """Makes the c10d group of each rank tuple; all processes call this alike."""

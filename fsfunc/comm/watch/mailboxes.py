@@ -137,7 +137,8 @@ class Mailbox(Board):
         self.name, self.keeper = _describe_store(store)
         # A connection each, opened now: later there may be no file descriptor.
         self.inbox, self.outbox = (
-            dist.PrefixStore("fsfunc", store.clone()) for _ in range(2)
+            dist.PrefixStore("fsfunc", store.clone())  # type: ignore[attr-defined]
+            for _ in range(2)
         )
         self.lock, self.over = threading.Lock(), False
         # Raises where there are no queues. (queue_len would ask with the GIL held: no

@@ -68,7 +68,7 @@ class FlightRecord:
     """
 
     __slots__ = (
-        "said", "number", "label", "ranks", "link", "line", "thread",
+        "signature", "number", "label", "ranks", "link", "line", "thread",
         "begun", "waited", "ended", "failed",
     )  # fmt: skip
 
