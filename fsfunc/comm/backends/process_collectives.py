@@ -49,7 +49,7 @@ def issue(
     out: Tensor | None,
     process_group: dist.ProcessGroup | None,
     **kwargs: Any,
-) -> tuple[list[dist.Work | None], Callable[[], Tensor]]:
+) -> tuple[list[dist.Work], Callable[[], Tensor]]:
     """Starts torch's own collective ``op`` on ``x``.
 
     Returns:
@@ -94,25 +94,27 @@ def _issue(
     group: RankGroup,
     out: Tensor | None,
     process_group: dist.ProcessGroup | None,
-    **kwargs,
-) -> tuple[list[dist.Work | None], Tensor]:
+    **kwargs: Any,
+) -> tuple[list[dist.Work], Tensor]:
     """Starts a collective; returns its works, and the tensor that its result fills."""
+    work: Any  # a Work, as the calls are asynchronous: torch's types have None too
     if (fold := operation.fold) is not None and operation.all_reduces:
         y = x.clone() if out is None else out.copy_(x)  # torch reduces in place
         reduce_op = getattr(dist.ReduceOp, fold.name)
-        return [dist.all_reduce(y, reduce_op, group=process_group, async_op=True)], y
+        work = dist.all_reduce(y, reduce_op, group=process_group, async_op=True)
+        return [work], y
     n, i = group.size, group.index
     shape = operation.result_shape(x.shape, n, i, **kwargs)
     y = x.new_empty(shape) if out is None else out
     if operation.fold is not None:
         reduce_op = getattr(dist.ReduceOp, operation.fold.name)
-        return [
-            reduce_scatter_single(
-                y, x, op=reduce_op, group=process_group, async_op=True
-            )
-        ], y
+        work = reduce_scatter_single(
+            y, x, op=reduce_op, group=process_group, async_op=True
+        )
+        return [work], y
     if operation.native is not None:
-        return [operation.native(y, x, group, process_group, **kwargs)], y
+        work = operation.native(y, x, group, process_group, **kwargs)
+        return [work], y
     route = operation.route(x, y, n, i, **kwargs)
     calls = [
         dist.P2POp(start, t, group.ranks[r], process_group)
