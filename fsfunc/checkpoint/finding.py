@@ -32,7 +32,7 @@ from fsfunc.checkpoint.stored import CheckpointError, Stored, proven
 from fsfunc.comm.attribution import warn
 from fsfunc.comm.tracebacks import api_boundary
 from fsfunc.printing.tables import visible
-from fsfunc.runtime.scopes import uncollected
+from fsfunc.runtime.scopes import gc_paused
 
 
 @api_boundary
@@ -153,7 +153,7 @@ def _foreign(
     files = {file: header.file for file, header in headers.items()}
     begins = {file: header.nbytes for file, header in headers.items()}
     try:
-        with uncollected():
+        with gc_paused():
             tensors = tensors_in(headers.values(), said)
             found = Stored(folder, tensors, files=files, **facts_in(said))
             found = proven(found, begins)

@@ -60,7 +60,7 @@ from fsfunc.checkpoint.stored import (
     check_count,
     proven,
 )
-from fsfunc.runtime.scopes import uncollected
+from fsfunc.runtime.scopes import gc_paused
 
 VERSION = 1
 PART_OF = "fsfunc.part"  # in a header: the file is nothing without its manifest
@@ -222,7 +222,7 @@ def header_at(path: Path, *, follow: bool = False) -> Header:
     try:
         if not text:
             raise Wrong(f"it has a header of {length} bytes, and {nbytes} in all")
-        with uncollected():
+        with gc_paused():
             return _parsed(path.name, size + text, nbytes)
     except Wrong as error:
         if is_pickle(path):
@@ -453,7 +453,7 @@ def read_manifest(folder: Path) -> Stored:
 
 def _read_manifest(raw: bytes, folder: Path) -> Stored:
     try:
-        with uncollected():
+        with gc_paused():
             return _table(raw, folder)
     except Wrong as error:
         raise CheckpointError(

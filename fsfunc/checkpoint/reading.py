@@ -184,7 +184,7 @@ def threads(targets: Iterable[Tensor] = ()) -> ThreadPoolExecutor:
     On a GPU they write ``targets`` in the caller's streams: behind the zeros that were
     put there, and ahead of whoever reads them (a cast may go on when a thread ends).
     """
-    streams = host_copies.streams_of(targets)
+    streams = host_copies.current_streams(targets)
     return ThreadPoolExecutor(THREADS, "read", _begin, (streams,))
 
 

@@ -131,7 +131,9 @@ class SaveTask:
                 self.finish()
                 return
             self.others = Others(self.at, self.path)
-        self._made = host_copies.ends_of(h.part for h in self.contents.tensors.values())
+        self._made = host_copies.record_ends(
+            h.part for h in self.contents.tensors.values()
+        )
         # A daemon: at the end Python waits for it no longer than _tell_at_exit does.
         self.thread = Thread(target=self.run, name=f"save {self.path}", daemon=True)
         _IN_FLIGHT[self.rank] = self

@@ -35,7 +35,7 @@ from fsfunc.core.outcomes import (
     batch_arguments,
     newborn,
 )
-from fsfunc.runtime.generators import one_number
+from fsfunc.runtime.generators import draw_number
 from fsfunc.runtime.memory import count_as
 from fsfunc.runtime.scopes import refuse_compiled
 from fsfunc.sharded.inputs import arguments, check_function, refuse
@@ -205,7 +205,7 @@ def interpreted(call: GradientCall, f: Frame) -> Outcome:
     for handler in () if f.path else reversed(f.handlers):
         run = handler.gradient(run)
     if f.seed is None:
-        f = f.replace(seed=one_number(), seeded=len(f.numbers))
+        f = f.replace(seed=draw_number(), seeded=len(f.numbers))
     with inside(f):
         return run(call.replace(create_graph=_is_nested(call))).settled(again=False)
 

@@ -25,7 +25,7 @@ from fsfunc.core.casts import Casts, cast
 from fsfunc.core.execution_context import running
 from fsfunc.core.frames import Counter, Frame, frame, inside, recording
 from fsfunc.core.outcomes import is_newborn
-from fsfunc.runtime.generators import OwnDraws, States, generator_states, mix
+from fsfunc.runtime.generators import RankDraws, States, generator_states, seed63
 from fsfunc.runtime.scopes import in_one_thread, refuse_compiled
 from fsfunc.sharded.inputs import check_function
 from fsfunc.sharded.leaf import is_sharded
@@ -272,7 +272,7 @@ class Call:
             level=f.level if f.path else _torch.current_level(),
         )
         states: States = []
-        own: OwnDraws | None = None
+        own: RankDraws | None = None
         failed = True
         try:
             if f.tracer is not None and not f.tracer.draws:
@@ -283,12 +283,12 @@ class Call:
                 states = generator_states()
                 numbers = numbers[f.seeded :]
                 index = row_major((*f.varies, *(f.rows or f.micro)))
-                seed = mix(f.seed, index, len(numbers), *numbers)
+                seed = seed63(f.seed, index, len(numbers), *numbers)
                 for g, _ in states:
                     g.manual_seed(seed)
             elif f.varies and not f.path and _differs(f):
                 draws = self.unit.__name__ in f.drawing
-                own = OwnDraws(row_major((*f.varies, *f.micro)), draws=draws)
+                own = RankDraws(row_major((*f.varies, *f.micro)), draws=draws)
             now = running()
             phase = "recompute" if now.recompute else "forward"
             with inside(within, users=f.tracer is None), label(self.name, phase):

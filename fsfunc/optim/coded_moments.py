@@ -38,7 +38,7 @@ from fsfunc.optim.places import (
     meeting,
     room_like,
 )
-from fsfunc.runtime.generators import mix
+from fsfunc.runtime.generators import seed63
 from fsfunc.runtime.memory_spaces import space_of
 from fsfunc.runtime.scopes import refuse_in_graph
 from fsfunc.sharded.layout import Layout
@@ -330,7 +330,7 @@ class CodedStep:
                 refuse_in_graph("moments in 8 bits are rounded by chance")
                 dither = spare
             else:
-                seed = mix(self.count, number, k, begin)
+                seed = seed63(self.count, number, k, begin)
                 dither = chance(x.device, len(x), seed)
             coder.encode(x, new, scales, dither, spare)
 
@@ -413,7 +413,7 @@ def encoded(state: Any, wide: Any) -> Any:
     """Such moments as codes, which lie as those of ``state`` do."""
     count, *kept, places = state
     made = [
-        _encoded(codes, x, coder, mix(count, k))
+        _encoded(codes, x, coder, seed63(count, k))
         for k, (codes, x, coder) in enumerate(
             zip(kept, wide[1:-1], state.coders, strict=True)
         )

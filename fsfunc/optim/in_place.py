@@ -21,7 +21,7 @@ from fsfunc.core.frames import frame
 from fsfunc.optim.leaves import Loose, Tree, held, local
 from fsfunc.optim.matching import Matched
 from fsfunc.optim.places import brought, some_offloaded
-from fsfunc.runtime.host_copies import settle
+from fsfunc.runtime.host_copies import wait_for_copies
 from fsfunc.runtime.memory_spaces import space_of
 from fsfunc.sharded.complex_numbers import as_real
 from fsfunc.sharded.donated import Everything
@@ -62,7 +62,7 @@ def fused(
     writing = Writing(matched)
     old = [matched.trees[0], *matched.trees[2:]]
     try:
-        settle()  # no copy reads what is written on the host
+        wait_for_copies()  # no copy reads what is written on the host
         with torch.no_grad():
             new = writing.targets(old)
             count_write([t for target in new for t in target.tensors])
@@ -85,9 +85,9 @@ def fused(
                     run(*columns, weight_decay=decay)
         writing.end()
     except BaseException:
-        settle(failed=True)
+        wait_for_copies(failed=True)
         raise
-    settle()  # what was sent to the host is read by anybody from here on
+    wait_for_copies()  # what was sent to the host is read by anybody from here on
     return [
         matched.restore(target.leaves, leaves)
         for target, leaves in zip(new, old, strict=True)

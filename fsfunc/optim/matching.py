@@ -33,7 +33,7 @@ from fsfunc.optim.leaves import (
     trainable,
 )
 from fsfunc.optim.places import computed
-from fsfunc.runtime.host_copies import settle
+from fsfunc.runtime.host_copies import wait_for_copies
 from fsfunc.sharded.complex_numbers import as_real
 from fsfunc.sharded.leaf import is_sharded
 
@@ -188,7 +188,7 @@ class Matched:
             computed(rule, row, decay, as_params)
             for *row, decay in zip(*columns, self.spread(decays), strict=True)
         ]
-        settle()  # what was brought may be written by anybody from here on
+        wait_for_copies()  # what was brought may be written by anybody from here on
         made = [params if as_params else grads, *moments]
         results = list(zip(*rows, strict=True)) if rows else [()] * len(made)
         kept = [self.trees[0] if as_params else self.nothing, *self.trees[2:]]

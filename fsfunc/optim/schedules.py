@@ -23,7 +23,7 @@ from fsfunc.comm.collective_ops import COMPARING
 from fsfunc.comm.comparison import Lines
 from fsfunc.comm.descriptions import Ask, describe_value
 from fsfunc.optim.leaves import Tree
-from fsfunc.runtime.scopes import asked_in_graph, is_in_graph
+from fsfunc.runtime.scopes import is_in_graph, value_in_graph
 from fsfunc.sharded.leaf import is_sharded
 
 Schedule = Callable[[Any], Any]
@@ -43,7 +43,7 @@ def rate_at(learning_rate: float | Schedule, count: Any) -> Any:
     if not callable(learning_rate):
         return learning_rate
     if isinstance(count, _torch.FakeTensor) and is_in_graph():
-        return asked_in_graph(rate_at, learning_rate, count)
+        return value_in_graph(rate_at, learning_rate, count)
     # Of a number whose comparisons are heard, as branches of the step, the plain one.
     rate = learning_rate(int(count) if isinstance(count, int) else count)
     if isinstance(rate, (int, float)) and not rate >= 0:

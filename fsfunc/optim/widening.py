@@ -42,7 +42,7 @@ from fsfunc.optim.optimizer import (
 )
 from fsfunc.optim.places import copied_all_to, room_like
 from fsfunc.optim.schedules import check_params_given
-from fsfunc.runtime.generators import mix
+from fsfunc.runtime.generators import seed63
 from fsfunc.runtime.memory_spaces import space_of
 from fsfunc.runtime.random_blocks import any_bits, draw
 from fsfunc.runtime.scopes import refuse_in_graph
@@ -314,7 +314,7 @@ class _Rounded(Widened):
         places = zip(leaves, tree.leaves(out, is_sharded), strict=True)
         with torch.no_grad():
             for path, (leaf, target) in zip(paths_of(treedef), places, strict=True):
-                stream = mix(self.seed, zlib.crc32(path.encode())), state.count
+                stream = seed63(self.seed, zlib.crc32(path.encode())), state.count
                 _round_by_chance(leaf, local(target), stream)
         return out
 

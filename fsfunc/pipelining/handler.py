@@ -39,7 +39,7 @@ from fsfunc.pipelining.schedules import forward_only
 from fsfunc.pipelining.stage_plans import Cut, Cuts, Stages
 from fsfunc.pipelining.transfers import with_transfers
 from fsfunc.pipelining.verification import verify
-from fsfunc.runtime.generators import one_number
+from fsfunc.runtime.generators import draw_number
 from fsfunc.runtime.memory import BufferPool
 from fsfunc.sharded.layout import Owned
 from fsfunc.sharded.leaf import Sharded, is_sharded
@@ -153,7 +153,7 @@ class Pipelining(Interpretation):
         batches = self._batches(call)
         within = outer.replace(micro=(*outer.micro, (0, self.n)))
         if outer.seed is None and any(_draws(b.cut.program) for b in batches):
-            within = within.replace(seed=one_number())  # as in a gradient call
+            within = within.replace(seed=draw_number())  # as in a gradient call
         worker = Worker(
             lambda out: (out, None, None), batches, self.owners, self._where(),
             within, len(outer.micro), (),

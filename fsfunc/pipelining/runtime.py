@@ -29,9 +29,9 @@ from fsfunc.pipelining.microbatches import Microbatch
 from fsfunc.pipelining.sample_gradients import SampleGradients
 from fsfunc.pipelining.stages import CAPTURED, Ended, StageRun, StageVjp, abstractly
 from fsfunc.pipelining.timing import clocked
-from fsfunc.runtime.generators import States, are_drawn, generators_kept, mix
+from fsfunc.runtime.generators import States, are_drawn, generators_restored, seed63
 from fsfunc.runtime.memory import BufferPool
-from fsfunc.runtime.scopes import plainly
+from fsfunc.runtime.scopes import running_eagerly
 from fsfunc.tracing.programs import Value
 
 
@@ -103,13 +103,13 @@ class Worker:
         tracer = self.frame.tracer or Tracer()
         rounds = tracer.rounds(_NAMED)
         rounds = None if rounds is None else ScheduleRounds(self, rounds)
-        with generators_kept() as states:
+        with generators_restored() as states:
             for self.at, action in enumerate(actions):
                 if action in self.early:
                     continue
                 kind = action.of_kind
                 if draws and kind.is_forward:
-                    seed = mix(self.frame.seed or 0, action.stage, action.microbatch)
+                    seed = seed63(self.frame.seed or 0, action.stage, action.microbatch)
                     for generator, _ in states:
                         generator.manual_seed(seed)
                 stage = action.stage if several else None
@@ -153,7 +153,7 @@ class Worker:
         with (
             torch.set_grad_enabled(bool(self.values)),
             maps_run_by(abstractly),
-            plainly(),  # it may be given placeholders
+            running_eagerly(),  # it may be given placeholders
             inside(f),
         ):
             try:

@@ -31,7 +31,7 @@ from fsfunc.pipelining.backward_split import SplitBackward
 from fsfunc.pipelining.fused_gradients import pull_back
 from fsfunc.pipelining.stage_plans import Cut, StagePlan
 from fsfunc.runtime.memory import NO_MEMORY, BufferPool, count_as, has_no_memory
-from fsfunc.runtime.scopes import standing
+from fsfunc.runtime.scopes import under_stance
 from fsfunc.tracing.programs import Spec, Value
 
 CAPTURED = (
@@ -146,7 +146,7 @@ class StageRun(Stage):
         # A recompute holds the call, and we hold its outputs: no circle of the two.
         handlers = (_HERE, *call.frame.handlers[1:])
         inner = Call(call.unit, call.frame.replace(handlers=handlers), call.number)
-        with run_as(Running(thread)), standing(self.stance):
+        with run_as(Running(thread)), under_stance(self.stance):
             out = inner.run(params, *inputs, **keywords)
         if thread is not None and thread.token is not thread.start:
             self.starts.append(thread.start)

@@ -25,7 +25,7 @@ from fsfunc.planning.events import Started, Waited
 from fsfunc.planning.observer import Observer
 from fsfunc.planning.plans import Plan, PlannedLeaf, RankPlan
 from fsfunc.runtime.memory import counting
-from fsfunc.runtime.scopes import uncollected
+from fsfunc.runtime.scopes import gc_paused
 from fsfunc.sharded.inputs import check_function
 from fsfunc.sharded.leaf import Sharded, is_sharded
 from fsfunc.sharded.spent import refuse_spent
@@ -118,7 +118,7 @@ def plan(
         observer = Observer(kernels=kernels, every=every_microbatch)
         return _here(step, given, here(), observer)
 
-    with uncollected():
+    with gc_paused():
         found = _everywhere(main, _mesh_of(step, mesh)) if at is None else main()
     return replace(found, step=title(step))
 

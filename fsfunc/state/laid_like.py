@@ -29,7 +29,7 @@ from fsfunc.comm.typed_maps import MEAN, REDUCE, TAKE_PART
 from fsfunc.core.casts import differentiable
 from fsfunc.core.frames import frame
 from fsfunc.optim.leaves import differentiated
-from fsfunc.runtime.generators import one_number
+from fsfunc.runtime.generators import draw_number
 from fsfunc.runtime.random_blocks import draw, standard_normal
 from fsfunc.runtime.scopes import refuse_in_graph
 from fsfunc.sharded.layout import Layout
@@ -262,7 +262,7 @@ def randn_like(like: Any, *, generator: torch.Generator | None = None) -> Any:
     if generator is not None:
         claim_equal(generator.get_state(), "the generator of randn_like")
     with torch.no_grad(), _torch.beneath_functorch():
-        number = one_number(generator)
+        number = draw_number(generator)
         if generator is None and not frame().path:
             devices = [x.device for x in leaves if isinstance(x, Tensor | Sharded)]
             number = _agreed(number, devices[0]) if devices else number

@@ -146,16 +146,16 @@ class _Coming(Handle):
 
     def __init__(self, full: Tensor, end: Any):
         self.full, self.end = full, end
-        self.stream = host_copies.GPU.stream(full)
+        self.stream = host_copies.GPU.current_stream(full)
 
     def wait(self) -> Tensor:
-        host_copies.arrive(self.full, self.end)
+        host_copies.wait_for_ahead(self.full, self.end)
         self.awaited = True
         return self.full
 
     def __del__(self) -> None:
         if not self.awaited:  # an error came first; its memory may be free next
-            host_copies.arrive(self.full, self.end, self.stream)
+            host_copies.wait_for_ahead(self.full, self.end, self.stream)
 
     def done(self) -> bool:
         return self.end.query()
@@ -212,7 +212,7 @@ class Gathers:
         self.flights.clear()
         self.near.clear()
         # What follows may write parameters on the host, and read gradients there.
-        host_copies.settle()
+        host_copies.wait_for_copies()
 
     def drop(self, calls: Iterable[GatheredCall], but: Calls | None = None) -> None:
         """Drops the gathered buffers of ``calls``, except for those of ``but``."""

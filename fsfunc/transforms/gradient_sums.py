@@ -317,7 +317,8 @@ class GradientSums:
             calls_to_come.discard(one.key[1])
             if not calls_to_come and self.steps.takes(shard):
                 del self.grads[id(shard)]
-                host_copies.settle()  # it writes parameters too, which were fetched
+                # It writes parameters too, which were fetched.
+                host_copies.wait_for_copies()
                 self.steps.step(shard, grad, 1 if is_mean else n)
 
     def carried(self) -> Carried:

@@ -16,7 +16,7 @@ from fsfunc.core.casts import differentiable
 from fsfunc.core.execution_context import UnitToken, running
 from fsfunc.core.frames import Interpretation, frame, inside, transformed
 from fsfunc.core.units import Call
-from fsfunc.runtime.host_copies import crosses, follow
+from fsfunc.runtime.host_copies import crosses, wait_for_last_copy
 from fsfunc.runtime.memory_spaces import MemorySpace, Offloaded, Store, space_of
 from fsfunc.runtime.stores import Folder, HostMemory
 from fsfunc.sharded.leaf import Sharded, is_sharded
@@ -388,7 +388,7 @@ class _Held:
             self.store.copy(found, self.there, private=True)
             self._here = weakref.ref(found)
         elif crosses(found, self.there):  # a node of another stream may have fetched it
-            follow(found, self.there)
+            wait_for_last_copy(found, self.there)
         return found
 
 

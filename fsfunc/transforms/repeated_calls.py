@@ -28,10 +28,10 @@ from fsfunc.core.execution_context import Running, UnitToken, run_as, running
 from fsfunc.core.frames import frame
 from fsfunc.core.units import Call
 from fsfunc.runtime.generators import (
-    NotedDraws,
+    RecordedDraws,
     States,
     generator_states,
-    generators_kept,
+    generators_restored,
     other_states,
     set_generators,
 )
@@ -190,7 +190,7 @@ class RepeatedCall:
     def _tried(self, fn: Callable[..., Any], args: Any, keywords: Any) -> Any:
         """Calls a function of which it is not known what it does."""
         thread, states = running().thread, [*generator_states(), *self.others]
-        token, draws = None if thread is None else thread.token, NotedDraws()
+        token, draws = None if thread is None else thread.token, RecordedDraws()
         self.norms, number = [], (counter := frame().counter).count
         try:
             compiled = self.compiled or _torch.is_compiled_function(fn)
@@ -204,7 +204,7 @@ class RepeatedCall:
             if not _torch.forbids_hooks(error):
                 raise
             self.how = How.AFTER
-        if found := draws.found:  # another call may draw of others
+        if found := draws.states:  # another call may draw of others
             self.states = [*self.states, *found]
         else:
             self.known[self.key] = self.how
@@ -268,7 +268,7 @@ class RepeatedCall:
     def _enter_as_before(self, stack: ExitStack, kept: Sequence[Tensor] = ()) -> None:
         """Enters the casts and the random numbers of the first run."""
         if states := [*self.states, *self.others]:
-            stack.enter_context(generators_kept(g for g, _ in states))
+            stack.enter_context(generators_restored(g for g, _ in states))
             set_generators(states)
         for kind in ("cpu", "cuda"):
             dtype = self.casts.get(kind)

@@ -22,7 +22,7 @@ from fsfunc import _torch, tree
 from fsfunc._torch import operator_graphs
 from fsfunc.comm.mesh import maybe_here
 from fsfunc.core.frames import Transformed, frame
-from fsfunc.runtime.generators import one_number
+from fsfunc.runtime.generators import draw_number
 from fsfunc.sharded.donated import Donation
 from fsfunc.sharded.leaf import FlatShard, Sharded, is_sharded
 from fsfunc.sharded.plain_leaves import lay_leaf
@@ -171,8 +171,8 @@ class StepGraph:
         tensors, link = given.tensors(), self.trace.link
         if donated is not None:
             self._keep_others(tensors, donated)
-        for _ in range(self.trace.before.drawn):
-            one_number()
+        for _ in range(self.trace.before.unused_draws):
+            draw_number()
         with self.trace.claims.again([call for *_, call in due]):
             for fn, i, into in self.trace.asked:
                 into.copy_(torch.as_tensor(fn(given.leaves[i])))

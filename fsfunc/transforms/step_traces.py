@@ -18,8 +18,8 @@ from fsfunc import tree
 from fsfunc._torch import operator_graphs
 from fsfunc.comm.mesh import maybe_here
 from fsfunc.core.frames import frame, inside
-from fsfunc.runtime.generators import drawn_elsewhere
-from fsfunc.runtime.scopes import BeforeRuns, in_graph
+from fsfunc.runtime.generators import watch_other_draws
+from fsfunc.runtime.scopes import RunPrologue, in_graph
 from fsfunc.sharded.donated import Everything
 from fsfunc.sharded.leaf import Sharded, is_sharded
 from fsfunc.sharded.placements import describe
@@ -66,7 +66,7 @@ class StepTrace:
     """
 
     whole = True
-    before: BeforeRuns
+    before: RunPrologue
     claims: Claims
 
     def __init__(
@@ -82,7 +82,7 @@ class StepTrace:
         if not alike:
             self._see_shapes(f, given, donates)
         with self._without_data(f, given, donates) as (run, inputs):
-            drawn = drawn_elsewhere()
+            drawn = watch_other_draws()
             self.traced = operator_graphs.traced(run, inputs)
             if drawn():
                 raise RuntimeError(_DRAWS.format("Python's or numpy's"))
@@ -143,7 +143,7 @@ class StepTrace:
         at = {id(x): i for i, x in enumerate(self.given) if isinstance(x, Tensor)}
         del self.given
         found = []
-        for fn, (*first, of), into in self.before.asked.values():
+        for fn, (*first, of), into in self.before.values.values():
             if id(of) not in at:
                 raise RuntimeError(_COMPUTED)
             found.append((partial(fn, *first), at[id(of)], into))

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fsfunc import _torch, tree
-from fsfunc.runtime.scopes import plainly
+from fsfunc.runtime.scopes import running_eagerly
 from fsfunc.sharded.leaf import is_sharded
 from fsfunc.testing.finite_field.field import (
     PRIME,
@@ -59,7 +59,7 @@ def exact(seed: int = 0) -> Iterator[Field]:
     if is_exact():  # one would compute, modulo the prime, with the other's bits
         raise RuntimeError("an exact run inside of an exact run: leave one of them")
     mode = Exact(Field(seed))
-    with warnings.catch_warnings(), plainly(), mode:
+    with warnings.catch_warnings(), running_eagerly(), mode:
         # torch 2.12 warns that nothing was compiled, as it was told.
         warnings.filterwarnings("ignore", ".*found no compiled frames")
         yield mode.field

@@ -22,8 +22,8 @@ from fsfunc.comm.mesh import Here, Mesh, set_here
 from fsfunc.comm.traffic import ledger
 from fsfunc.core.frames import frame, inside, title
 from fsfunc.runtime.generators import (
-    generators_kept,
-    other_generators_kept,
+    generators_restored,
+    other_generators_restored,
     other_states,
 )
 from fsfunc.testing.recordings.files import CallFile, read_call, recorded_calls
@@ -193,7 +193,7 @@ class RecordedCall:
     def settings(self) -> Iterator[None]:
         """Inside, generators stand as they did, and kernels take as many threads."""
         threads = torch.get_num_threads()
-        with generators_kept() as states, other_generators_kept():
+        with generators_restored() as states, other_generators_restored():
             for g, _ in states:
                 state = self.tensors.get(f"generator {g.device.type}")
                 if state is not None:
