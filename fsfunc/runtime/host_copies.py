@@ -160,7 +160,7 @@ def send(out: Tensor, x: Tensor, private: bool = False, ahead: bool = False) -> 
 
     Args:
         private: whether Python never reads the one on the host, and writes it after
-            `wait_for` alone: `settle` does not wait for this copy.
+            `wait_for` alone: `wait_for_copies` does not wait for this copy.
         ahead: whether the reader of ``out`` calls `wait_for_ahead`.
     """
     host, there = GPU.host_and_device(out, x)

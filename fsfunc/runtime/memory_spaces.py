@@ -241,7 +241,7 @@ class MemorySpace:
     def new_empty(
         self, x: Tensor, shape: Sequence[int], dtype: torch.dtype | None = None
     ) -> Tensor:
-        """Returns an uninitialized tensor of a pool here; the dtype is ``x``'s or given."""
+        """Returns an uninitialized tensor of a pool here, in ``dtype`` or like ``x``."""
         return x.new_empty(shape, dtype=dtype)
 
     def empty_like(self, x: Tensor, scratch: bool = False) -> Tensor:

@@ -167,7 +167,7 @@ def test_a_gpu_draws_many_numbers_by_one_call(monkeypatch):
     """And any range of them has the same bits, as it is drawn by the same calls."""
     block = random_blocks.block_size(torch.device("cuda"))
     assert block > 16 * random_blocks.block_size(torch.device("cpu"))
-    monkeypatch.setattr(random_blocks, "block_on", lambda device: block)
+    monkeypatch.setattr(random_blocks, "block_size", lambda device: block)
     sizes = []
 
     def fill(x, generator):

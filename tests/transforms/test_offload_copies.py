@@ -329,7 +329,7 @@ def test_a_copy_waits_for_one_of_the_same_memory_in_another_stream(late):
     home = Offloaded(HostMemory(), torch.device("cpu"))
     there = home.put(torch.arange(4.0), waits=False)
     assert late.said == []
-    with late.inside(late.other):
+    with late.in_stream(late.other):
         home.fetch(there, waits=False)
     assert late.said == ["side waits for a copy in main"]
     home.fetch(there, waits=False)
@@ -354,7 +354,7 @@ def test_residuals_are_read_in_other_streams_when_they_are_there(late):
     held = offloading._Held(torch.arange(64.0), store)
     first = held.here()
     assert late.said == []
-    with late.inside(late.other):
+    with late.in_stream(late.other):
         assert held.here() is first
     assert late.said == ["side waits for a copy in main"] and late.kept[-1] == "side"
 
@@ -401,7 +401,7 @@ def test_the_next_unit_comes_beside_this_one(late, monkeypatch):
     """Not into memory that kernels may be at, and nobody reads it too early."""
     given = layers(4, make=floats), floats(4, 4), simulated(1), ("shard", "offload")
     expected = trained(ADAM, chain(), *given)
-    monkeypatch.setattr(host_copies, "beside", lambda host, there: True)
+    monkeypatch.setattr(host_copies, "can_copy_beside", lambda host, there: True)
     found = trained(ADAM, chain(), *given, params="host")
     same(found[0][0], expected[0][0])
     sent, arrived = "side waits for main", "main waits for a copy in side"
@@ -416,7 +416,7 @@ def test_what_was_sent_ahead_and_is_not_read(late):
     home, room = Offloaded(HostMemory(), torch.device("cpu")), torch.empty(4)
     there = home.zeros(torch.arange(4.0), (4,))  # not copied by a stream
     coming = gathers._Coming(room, host_copies.send_ahead(room, there))
-    with late.inside(late.other):
+    with late.in_stream(late.other):
         assert late.said == ["side waits for main"]
         del coming
     assert late.said[1:] == ["main waits for a copy in side"]
