@@ -47,8 +47,8 @@ transforms and tests of your own
 
 from typing import TYPE_CHECKING
 
-from fsfunc.runtime.lazy_imports import later_names as _later_names
-from fsfunc.runtime.scopes import uncollected as _uncollected
+from fsfunc.runtime.lazy_imports import lazy_names as _later_names
+from fsfunc.runtime.scopes import gc_paused as _uncollected
 
 with _uncollected():  # it would walk all of torch, for as long as these take
     from fsfunc.comm.async_collectives import start

@@ -91,7 +91,7 @@ def at_a_collective(rank: Any) -> None:
 
 
 def another_user(rank: Any) -> None:
-    same_host._is_ours = lambda connection: False
+    same_host._is_same_user = lambda connection: False
 
 
 def no_descriptor_to_share(rank: Any) -> None:
@@ -157,7 +157,7 @@ def at_joining(rank: Any) -> None:
         (torch.distributed, "init_process_group"),
         (processes, "compare_gathered"),
         (same_host.Door, "meet"),
-        (same_host._Meeting, "finish"),
+        (same_host._Encounter, "finish"),
     ]
     where, name = places[rank.fault.at % (len(places) - (not rank.fault.shared))]
     call = getattr(where, name)

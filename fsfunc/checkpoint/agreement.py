@@ -142,7 +142,7 @@ class SavePeers:
         it.
         """
         message = Message("save", self.rank, self.number, self.failure or error)
-        self.board.tell(self.ranks, message)
+        self.board.send(self.ranks, message)
 
     def read_messages(self) -> dict[int, str]:
         """Returns their messages, by rank: "" of one that has done its part."""

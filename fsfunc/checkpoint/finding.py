@@ -42,7 +42,7 @@ from fsfunc.checkpoint.stored import CheckpointError, Stored, validated
 from fsfunc.comm.attribution import warn
 from fsfunc.comm.tracebacks import api_boundary
 from fsfunc.printing.tables import visible
-from fsfunc.runtime.scopes import uncollected
+from fsfunc.runtime.scopes import gc_paused
 
 
 @api_boundary
@@ -171,7 +171,7 @@ def _read_foreign(
     files = {file: header.file for file, header in headers.items()}
     data_begins = {file: header.nbytes for file, header in headers.items()}
     try:
-        with uncollected():
+        with gc_paused():
             tensors = tensors_from(headers.values(), facts)
             stored = Stored(folder, tensors, files=files, **facts_from(facts))
             stored = validated(stored, data_begins)

@@ -68,7 +68,7 @@ from fsfunc.checkpoint.stored import (
     check_count,
     validated,
 )
-from fsfunc.runtime.scopes import uncollected
+from fsfunc.runtime.scopes import gc_paused
 
 VERSION = 1
 PART_OF = "fsfunc.part"  # in a header: the file is nothing without its manifest
@@ -270,7 +270,7 @@ def read_header(path: Path, *, follow: bool = False) -> Header:
             raise InvalidTable(
                 f"it has a header of {length} bytes, and {nbytes} in all"
             )
-        with uncollected():
+        with gc_paused():
             return _parse_header(path.name, size + text, nbytes)
     except InvalidTable as error:
         # A pickle is most often what was meant: that error names the way out.
@@ -541,7 +541,7 @@ def read_manifest(folder: Path) -> Stored:
 
 def _read_manifest(raw: bytes, folder: Path) -> Stored:
     try:
-        with uncollected():
+        with gc_paused():
             return _parse_manifest(raw, folder)
     except InvalidTable as error:
         raise CheckpointError(

@@ -29,13 +29,7 @@ from torch import Tensor
 
 from fsfunc.checkpoint.folders import open_regular
 from fsfunc.checkpoint.headers import check_files
-from fsfunc.checkpoint.stored import (
-    BLOCK,
-    CheckpointError,
-    Chunk,
-    Stored,
-    StoredTensor,
-)
+from fsfunc.checkpoint.stored import BLOCK, CheckpointError, Chunk, Stored, StoredTensor
 from fsfunc.runtime import host_copies
 from fsfunc.runtime.stores import populate
 from fsfunc.sharded.complex_numbers import as_real
@@ -204,7 +198,7 @@ def threads(targets: Iterable[Tensor] = ()) -> ThreadPoolExecutor:
     """
     # On a GPU they write in the caller's streams: behind the zeros that were put there,
     # and ahead of whoever reads them. A cast may still run when a thread has ended.
-    streams = host_copies.streams_of(targets)
+    streams = host_copies.current_streams(targets)
     return ThreadPoolExecutor(THREADS, "read", _begin_thread, (streams,))
 
 

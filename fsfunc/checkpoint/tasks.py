@@ -147,7 +147,7 @@ class SaveTask:
                 self.finish()
                 return
             self.peers = SavePeers(self.here, self.path)
-        self._stream_ends = host_copies.ends_of(
+        self._stream_ends = host_copies.record_ends(
             h.part for h in self.contents.tensors.values()
         )
         # A daemon: Python would wait for another one before it calls `_wait_at_exit`.

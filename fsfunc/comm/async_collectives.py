@@ -87,7 +87,7 @@ def launch(x: Tensor, linear_map: LinearMap, group: RankGroup) -> Callable[[], T
 class Pending(Generic[_R]):
     """A collective in flight, as ``start`` returns it."""
 
-    def __init__(self, waits: list[Callable[[], Tensor]], treedef: Any):
+    def __init__(self, waits: list[Callable[[], Tensor]], treedef: tree.TreeDef):
         self._waits, self._treedef = waits, treedef  # of the tensors in the input
         self._output: PyTree = None
 

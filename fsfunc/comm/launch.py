@@ -260,7 +260,7 @@ def _hosted(fn: Callable[..., Any], mesh: Mesh, args: Sequence[Any]) -> PerRank:
                 link.end()
                 return results
             except BaseException as error:
-                link.raised(error)  # the others ask this rank what became of it
+                link.note_raised(error)  # the others ask this rank what became of it
                 raise
     if mesh.backend == "vmap":
         return PerRank(run_vmapped(mesh, fn, by_rank))

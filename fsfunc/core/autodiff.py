@@ -42,7 +42,7 @@ from fsfunc.core.outcomes import (
     batch_arguments,
     mark_as_input,
 )
-from fsfunc.runtime.generators import one_number
+from fsfunc.runtime.generators import draw_number
 from fsfunc.runtime.memory import count_as
 from fsfunc.runtime.scopes import refuse_compiled
 from fsfunc.sharded.inputs import arguments, check_function, refuse
@@ -308,7 +308,7 @@ def run_interpreted(call: GradientCall, f: Frame) -> Outcome:
     # One number for the whole call: units derive theirs from it, and from their place
     # in the call, so that a recompute draws the same.
     if f.seed is None:
-        f = f.replace(seed=one_number(), seed_depth=len(f.numbers))
+        f = f.replace(seed=draw_number(), seed_depth=len(f.numbers))
     with inside(f):
         outcome = run(call.replace(create_graph=_is_nested(call)))
         return outcome.finalize(is_reused=False)

@@ -32,7 +32,7 @@ from fsfunc.core.casts import Casts, cast
 from fsfunc.core.execution_context import running
 from fsfunc.core.frames import Counter, Frame, frame, inside, recording
 from fsfunc.core.outcomes import is_marked_input
-from fsfunc.runtime.generators import OwnDraws, States, generator_states, mix
+from fsfunc.runtime.generators import RankDraws, States, generator_states, seed63
 from fsfunc.runtime.scopes import in_one_thread, refuse_compiled
 from fsfunc.sharded.inputs import check_function
 from fsfunc.sharded.leaf import is_sharded
@@ -304,7 +304,7 @@ class Call:
             functorch_level=f.functorch_level if f.path else _torch.current_level(),
         )
         states: States = []
-        rank_draws: OwnDraws | None = None
+        rank_draws: RankDraws | None = None
         failed = True
         try:
             if f.tracer is not None and not f.tracer.draws:
@@ -316,7 +316,7 @@ class Call:
                 states = generator_states()
                 numbers = numbers[f.seed_depth :]
                 index = row_major((*f.batch_places, *(f.rows or f.micro)))
-                seed = mix(f.seed, index, len(numbers), *numbers)
+                seed = seed63(f.seed, index, len(numbers), *numbers)
                 for g, _ in states:
                     g.manual_seed(seed)
             elif f.batch_places and not f.path and _differs(f):
@@ -324,7 +324,7 @@ class Call:
                 # and the rows are not: so this call draws each rank's own numbers.
                 draws = self.unit.__name__ in f.drawing_units
                 index = row_major((*f.batch_places, *f.micro))
-                rank_draws = OwnDraws(index, draws=draws)
+                rank_draws = RankDraws(index, draws=draws)
             current_pass = running()
             phase = "recompute" if current_pass.recompute else "forward"
             with inside(inner, is_user_code=f.tracer is None), label(self.name, phase):

@@ -25,10 +25,10 @@ from torch import Tensor
 
 from fsfunc import tree
 from fsfunc.runtime.generators import (
-    generators_kept,
-    mixed,
-    other_generators_kept,
-    scrambled,
+    generators_restored,
+    other_generators_restored,
+    seed64,
+    splitmix64,
 )
 
 
@@ -55,7 +55,7 @@ class Order:
         """The row at each place of an epoch."""
         if not self.shuffle:
             return range(self.rows)
-        return Shuffled(self.rows, mixed(self.seed, epoch))
+        return Shuffled(self.rows, seed64(self.seed, epoch))
 
 
 class Share(NamedTuple):
@@ -95,7 +95,7 @@ class BatchDataset:
             def batch_of(rows: list[int]) -> Any:
                 found = []
                 for row in rows:
-                    seed_all(mixed(self.order.seed, epoch, row))
+                    seed_all(seed64(self.order.seed, epoch, row))
                     found.append(self.dataset[row])
                 return self.collate(found)
 
@@ -138,7 +138,7 @@ def _kept_generators() -> Iterator[Callable[[int], None]]:
         if numpy:
             numpy.random.seed(seed % 2**32)
 
-    with generators_kept(), other_generators_kept():
+    with generators_restored(), other_generators_restored():
         yield seed_all
 
 
@@ -160,7 +160,7 @@ class Shuffled:
         self.n, bits = n, max(_SMALL, (n - 1).bit_length())
         self._low = bits // 2
         self._masks = (1 << bits - self._low) - 1, (1 << self._low) - 1
-        self._keys = [mixed(key, k) for k in range(_ROUNDS)]
+        self._keys = [seed64(key, k) for k in range(_ROUNDS)]
 
     def __len__(self) -> int:
         return self.n
@@ -177,6 +177,6 @@ class Shuffled:
         high, low = self._masks
         left, right = x >> self._low, x & low
         for k in range(0, _ROUNDS, 2):  # each half by a random function of the other
-            left ^= scrambled(right ^ self._keys[k]) & high
-            right ^= scrambled(left ^ self._keys[k + 1]) & low
+            left ^= splitmix64(right ^ self._keys[k]) & high
+            right ^= splitmix64(left ^ self._keys[k + 1]) & low
         return left << self._low | right

@@ -21,7 +21,7 @@ from torch import Tensor
 from fsfunc import _torch
 from fsfunc.comm.groups import axis_index, axis_size
 from fsfunc.comm.mesh import Axis
-from fsfunc.runtime.generators import generators_kept, mix, one_number
+from fsfunc.runtime.generators import draw_number, generators_restored, seed63
 from fsfunc.runtime.scopes import refuse_in_graph
 
 
@@ -104,8 +104,8 @@ def own_draws(axis: Axis | None) -> Iterator[None]:
             f"own_draws over {axis!r}: on a mesh made of vmap one call draws for all "
             'ranks; make the mesh "simulated"'
         )
-    seed = mix(one_number(), rank_index)
-    with generators_kept() as generator_states:
+    seed = seed63(draw_number(), rank_index)
+    with generators_restored() as generator_states:
         for generator, _ in generator_states:
             generator.manual_seed(seed)
         yield

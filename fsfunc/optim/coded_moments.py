@@ -46,7 +46,7 @@ from fsfunc.optim.places import (
     state_zeros,
     step_memory_like,
 )
-from fsfunc.runtime.generators import mix
+from fsfunc.runtime.generators import seed63
 from fsfunc.runtime.memory_spaces import space_of
 from fsfunc.runtime.scopes import refuse_in_graph
 from fsfunc.sharded.layout import Layout
@@ -380,7 +380,7 @@ class CodedStep:
                 refuse_in_graph("moments in 8 bits are rounded by chance")
                 dither = spare
             else:
-                seed = mix(self.count, number, k, begin)
+                seed = seed63(self.count, number, k, begin)
                 dither = dither_bits(x.device, len(x), seed)
             coder.encode(x, new, scales, dither, spare)
 
@@ -472,7 +472,7 @@ def encode_state(state: State, decoded: State) -> State:
     """Encodes what `decode_state` returned, laid out as the codes of ``state``."""
     count, *moments, places = state
     encoded = [
-        _encode_moment(codes, tensors, coder, mix(count, k))
+        _encode_moment(codes, tensors, coder, seed63(count, k))
         for k, (codes, tensors, coder) in enumerate(
             zip(moments, decoded[1:-1], state.coders, strict=True)
         )

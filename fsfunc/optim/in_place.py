@@ -29,7 +29,7 @@ from fsfunc.optim.leaves import (
 )
 from fsfunc.optim.matching import Matched
 from fsfunc.optim.places import bring_together, some_offloaded
-from fsfunc.runtime.host_copies import settle
+from fsfunc.runtime.host_copies import wait_for_copies
 from fsfunc.runtime.memory_spaces import space_of
 from fsfunc.sharded.complex_numbers import as_real
 from fsfunc.sharded.donated import Donation, Everything
@@ -76,7 +76,7 @@ def run_kernel(
     writing = Writing(matched)
     old = [matched.trees[0], *matched.trees[2:]]
     try:
-        settle()  # no copy to the device still reads what is written on the host
+        wait_for_copies()  # no copy to the device still reads what is written on the host
         with torch.no_grad():
             new = writing.targets(old)
             count_write([t for target in new for t in target.tensors])
@@ -101,9 +101,9 @@ def run_kernel(
         writing.finish()
     except BaseException:
         # Copies may still be under way in memory that the error frees.
-        settle(failed=True)
+        wait_for_copies(failed=True)
         raise
-    settle()  # from here on anybody may read what was sent to the host
+    wait_for_copies()  # from here on anybody may read what was sent to the host
     return [
         matched.restore(target.leaves, leaves)
         for target, leaves in zip(new, old, strict=True)

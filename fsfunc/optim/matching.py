@@ -35,7 +35,7 @@ from fsfunc.optim.leaves import (
     trainable,
 )
 from fsfunc.optim.places import run_rule
-from fsfunc.runtime.host_copies import settle
+from fsfunc.runtime.host_copies import wait_for_copies
 from fsfunc.sharded.complex_numbers import as_real
 from fsfunc.sharded.leaf import is_sharded
 from fsfunc.tree.types import Leaf, PyTree
@@ -213,7 +213,7 @@ class Matched:
         ]
         # Copies between device and host run on while Python does. From here on anybody
         # may write into tensors of the host that were fetched.
-        settle()
+        wait_for_copies()
         # Each result is laid out as what it is the next value of; an update as a grad.
         layouts = [params if returns_params else grads, *moments]
         results = list(zip(*rows, strict=True)) if rows else [()] * len(layouts)

@@ -24,7 +24,7 @@ from fsfunc.comm.collective_ops import COMPARING
 from fsfunc.comm.comparison import Lines
 from fsfunc.comm.descriptions import Ask, describe_value
 from fsfunc.optim.leaves import Tree
-from fsfunc.runtime.scopes import asked_in_graph, is_in_graph
+from fsfunc.runtime.scopes import is_in_graph, value_in_graph
 from fsfunc.sharded.leaf import is_sharded
 
 Schedule = Callable[[Any], Any]  # from a count of updates to a learning rate
@@ -45,7 +45,7 @@ def rate_at(learning_rate: float | Schedule, count: int | Tensor) -> Any:
     if not callable(learning_rate):
         return learning_rate
     if isinstance(count, _torch.FakeTensor) and is_in_graph():
-        return asked_in_graph(rate_at, learning_rate, count)
+        return value_in_graph(rate_at, learning_rate, count)
     # While a step is recorded the count is an int that reports its comparisons, as
     # branches of the step. A schedule may compare it, so it gets a plain one.
     rate = learning_rate(int(count) if isinstance(count, int) else count)

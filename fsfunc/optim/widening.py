@@ -43,7 +43,7 @@ from fsfunc.optim.optimizer import (
 )
 from fsfunc.optim.places import copy_all_to, step_memory_like
 from fsfunc.optim.schedules import check_params_given
-from fsfunc.runtime.generators import mix
+from fsfunc.runtime.generators import seed63
 from fsfunc.runtime.memory_spaces import space_of
 from fsfunc.runtime.random_blocks import any_bits, draw
 from fsfunc.runtime.scopes import refuse_in_graph
@@ -336,7 +336,7 @@ class _StochasticRounding(WidenedOptimizer):
         with torch.no_grad():
             for path, (leaf, target) in zip(paths_of(treedef), pairs, strict=True):
                 # By path and count: a resumed run draws the same, leaves do not.
-                stream = mix(self.seed, zlib.crc32(path.encode())), state.count
+                stream = seed63(self.seed, zlib.crc32(path.encode())), state.count
                 _round_stochastically(leaf, local_tensor(target), stream)
         return rounded
 

@@ -52,7 +52,7 @@ from fsfunc.pipelining.schedules import forward_only
 from fsfunc.pipelining.stage_plans import Cut, Cuts, Stages
 from fsfunc.pipelining.transfers import with_transfers
 from fsfunc.pipelining.verification import verify
-from fsfunc.runtime.generators import one_number
+from fsfunc.runtime.generators import draw_number
 from fsfunc.runtime.memory import BufferPool
 from fsfunc.sharded.layout import Owned
 from fsfunc.sharded.leaf import Sharded, is_sharded
@@ -193,7 +193,7 @@ class Pipelining(Interpretation):
         batches = self._batches(call)
         inner = outer.replace(micro=(*outer.micro, (0, self.n_microbatches)))
         if outer.seed is None and any(_draws(b.cut.program) for b in batches):
-            inner = inner.replace(seed=one_number())  # as in a gradient call
+            inner = inner.replace(seed=draw_number())  # as in a gradient call
         worker = Worker(
             lambda returned: (returned, None, None), batches, self.owners,
             self._rank_group(), inner, len(outer.micro), (),

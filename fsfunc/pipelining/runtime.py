@@ -44,9 +44,9 @@ from fsfunc.pipelining.stages import (
     apply_or_stand_in,
 )
 from fsfunc.pipelining.timing import ActionTimer
-from fsfunc.runtime.generators import States, are_drawn, generators_kept, mix
+from fsfunc.runtime.generators import States, are_drawn, generators_restored, seed63
 from fsfunc.runtime.memory import BufferPool
-from fsfunc.runtime.scopes import plainly
+from fsfunc.runtime.scopes import running_eagerly
 from fsfunc.tracing.programs import TracedCall, Value
 from fsfunc.tree.types import Leaf, PyTree
 
@@ -123,7 +123,7 @@ class Worker:
         tracer = self.frame.tracer or Tracer()
         rounds = tracer.observe_rounds(_MICROBATCH)
         rounds = None if rounds is None else ScheduleRounds(self, rounds)
-        with generators_kept() as states:
+        with generators_restored() as states:
             for self.position, action in enumerate(actions):
                 if action in self.done_early:
                     continue
@@ -131,7 +131,7 @@ class Worker:
                 # Draws between units repeat for a microbatch and stage, wherever the
                 # schedule puts them. Units seed their own.
                 if draws_outside_units and kind.is_forward:
-                    seed = mix(self.frame.seed or 0, action.stage, action.microbatch)
+                    seed = seed63(self.frame.seed or 0, action.stage, action.microbatch)
                     for generator, _ in states:
                         generator.manual_seed(seed)
                 stage = action.stage if several_stages else None
@@ -177,7 +177,7 @@ class Worker:
         with (
             torch.set_grad_enabled(bool(self.grad_leaves)),
             maps_run_by(apply_or_stand_in),
-            plainly(),  # compiled functions between units may be given placeholders
+            running_eagerly(),  # compiled functions between units may be given placeholders
             inside(f),
         ):
             try:

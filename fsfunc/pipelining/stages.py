@@ -42,7 +42,7 @@ from fsfunc.pipelining.backward_split import SplitBackward
 from fsfunc.pipelining.fused_gradients import pull_back
 from fsfunc.pipelining.stage_plans import Cut, StagePlan
 from fsfunc.runtime.memory import NO_MEMORY, BufferPool, count_as, has_no_memory
-from fsfunc.runtime.scopes import standing
+from fsfunc.runtime.scopes import under_stance
 from fsfunc.tracing.programs import Spec, Value
 from fsfunc.tree.types import Leaf, PyTree
 
@@ -197,7 +197,7 @@ class StageRun(Stage):
         # a circle, and tensors would wait for the garbage collector.
         handlers = (_LET_THROUGH, *call.frame.handlers[1:])
         inner = Call(call.unit, call.frame.replace(handlers=handlers), call.number)
-        with run_as(Running(unit_token)), standing(self.unit_stance):
+        with run_as(Running(unit_token)), under_stance(self.unit_stance):
             outputs = inner.run(params, *inputs, **keywords)
         if unit_token is not None and unit_token.latest is not unit_token.start:
             self.start_tokens.append(unit_token.start)

@@ -37,7 +37,7 @@ from fsfunc.planning.events import Started, Waited
 from fsfunc.planning.observer import Observer
 from fsfunc.planning.plans import Plan, PlannedLeaf, RankPlan
 from fsfunc.runtime.memory import counting
-from fsfunc.runtime.scopes import uncollected
+from fsfunc.runtime.scopes import gc_paused
 from fsfunc.sharded.inputs import check_function
 from fsfunc.sharded.leaf import Sharded, is_sharded
 from fsfunc.sharded.spent import refuse_unusable
@@ -133,7 +133,7 @@ def plan(
         return _plan_here(step, step_args, here(), observer)
 
     # Inside `spmd` the plan is of this rank; outside it is of every distinct program.
-    with uncollected():
+    with gc_paused():
         if outer_place is None:
             planned = _plan_everywhere(main, _mesh_of(step, mesh))
         else:

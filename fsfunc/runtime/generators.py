@@ -1,7 +1,9 @@
-"""The default random generators, kept and put back; and seeds, mixed of numbers.
+"""The default random generators, saved and restored; and seeds, made of numbers.
 
-Whatever must come out the same on any mesh, or in a resumed run, is drawn from a seed
-that is mixed of the numbers that tell it: so neither mixture may ever change.
+A step that is recorded or checked, and a unit that is computed again, leave the
+generators as they were. What must be equal on any mesh, or in a resumed run, is drawn
+from a seed that is computed of the numbers that identify it (a row, a block, a unit
+call): so neither `seed63` nor `seed64` may ever change.
 """
 
 from __future__ import annotations
@@ -10,7 +12,7 @@ import ctypes
 import gc
 import random
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from hashlib import sha1
 from pickle import dumps
@@ -22,22 +24,22 @@ from torch.overrides import TorchFunctionMode
 
 from fsfunc import _torch
 from fsfunc._torch.versions import generator_reference
-from fsfunc.runtime.scopes import draws_in_graph
+from fsfunc.runtime.scopes import replace_draw
 
 MASK = 2**64 - 1
 _GOLDEN = 0x9E3779B97F4A7C15
 
-States = list[tuple[Any, Any]]  # of generators: how they stand
+States = list[tuple[Any, Any]]  # generators, and the state of each
 
 
 class _Python:
-    """Python's default generator, as torch's and numpy's are asked."""
+    """Python's default generator, with the methods of torch's and numpy's."""
 
     get_state, set_state = staticmethod(random.getstate), staticmethod(random.setstate)
 
 
 def generator_states() -> States:
-    """The default generators in use, and how they stand."""
+    """Returns torch's default generators that are in use, and their states."""
     generators = [torch.default_generator]
     if torch.cuda.is_initialized():
         generators.append(torch.cuda.default_generators[torch.cuda.current_device()])
@@ -45,119 +47,125 @@ def generator_states() -> States:
 
 
 def other_states() -> States:
-    """Those of Python and of numpy, if that is there, and how they stand."""
+    """Returns Python's generator, numpy's if that is imported, and their states."""
     numpy = sys.modules.get("numpy")
     generators = [_Python, numpy.random] if numpy else [_Python]
     return [(g, g.get_state()) for g in generators]
 
 
-def drawn_elsewhere() -> Callable[[], bool]:
-    """A function: True once a generator of Python's or numpy's was drawn of.
+def watch_other_draws() -> Callable[[], bool]:
+    """Returns a function that tells whether Python's or numpy's generators have drawn.
 
-    The default ones, and objects that the garbage collector lists (so none of before a
-    ``gc.freeze()``). One that has no state, such as `random.SystemRandom`, is not seen.
+    The default ones, and objects that the garbage collector lists (so none that is
+    older than a ``gc.freeze()``). A generator without a state, such as
+    `random.SystemRandom`, is not seen.
     """
-    numpy, kinds = sys.modules.get("numpy"), (random.Random,)
+    numpy, classes = sys.modules.get("numpy"), (random.Random,)
     if numpy:  # the object that a Generator or RandomState draws of
-        kinds = (random.Random, numpy.random.BitGenerator)
-    # By type: to ask some objects for their class imports a module.
-    found = [x for x in gc.get_objects() if issubclass(type(x), kinds)]
+        classes = (random.Random, numpy.random.BitGenerator)
+    # Not isinstance: some objects, asked for ``__class__``, import a module.
+    generators = [x for x in gc.get_objects() if issubclass(type(x), classes)]
 
     def states() -> list[bytes]:
-        objects = [_state_of(x) for x in found]
-        return objects + [dumps(state) for _, state in other_states()]
+        of_objects = [_state_of(x) for x in generators]
+        return of_objects + [dumps(state) for _, state in other_states()]
 
     before = states()
     return lambda: before != states()
 
 
 def _state_of(generator: Any) -> bytes:
-    python = isinstance(generator, random.Random)
-    return dumps(random.Random.getstate(generator) if python else generator.state)
+    is_pythons = isinstance(generator, random.Random)
+    return dumps(random.Random.getstate(generator) if is_pythons else generator.state)
 
 
 def set_generators(states: States) -> None:
-    """Puts generators back to how they stood."""
+    """Restores the states of generators."""
     for g, state in states:
         g.set_state(state)
 
 
 @contextmanager
-def generators_kept(more: Iterable[Any] = ()) -> Iterator[States]:
-    """Whatever is drawn inside, default generators and ``more`` end as they began."""
-    states = [*generator_states(), *[(g, g.get_state()) for g in more]]
+def generators_restored(
+    others: Iterable[torch.Generator] = (),
+) -> Iterator[States]:
+    """Restores the default generators and ``others`` at the end."""
+    states = [*generator_states(), *[(g, g.get_state()) for g in others]]
     try:
         yield states
     finally:
         set_generators(states)
 
 
-class OwnDraws:
-    """The generators as they are for a rank alone; the ranks go on with equal ones.
+class RankDraws:
+    """Draws of a unit call that differ from rank to rank: dropout, for example.
 
-    They are seeded from how torch's default one stands (alike on ranks that have drawn
-    alike) and from ``index``. In the end they go on as if one number had been drawn, or
-    none if nothing was.
+    The generators are seeded from the state of torch's default one, which is equal on
+    ranks that have drawn alike, and from ``index``. At the end they are as if one
+    number had been drawn, or none if nothing was: so they stay equal on all ranks.
 
     Args:
-        index: tells the numbers of the rank from those of others.
-        draws: whether something is drawn, as far as is known; if not, it is looked for.
+        index: another number on each rank.
+        draws: whether the unit is known to draw; if not, the states are compared.
     """
 
     def __init__(self, index: int, *, draws: bool):
         self.before = before = generator_states()
-        found, seeded, standing = _SEEDED.get(index, _NEVER)
-        if found == (given := _standing(before)):  # as always where nothing is drawn
+        # Where nothing is drawn the state is the same in each call: the seeded one is
+        # cached for it.
+        cached_for, seeded, seeded_bits = _SEEDED.get(index, _NEVER)
+        if cached_for == (bits := _state_bits(before)):
             set_generators(seeded)
         else:
-            digest = sha1(given[0][1], usedforsecurity=False).digest()
-            seed = mix(int.from_bytes(digest[:8], "little"), index)
+            digest = sha1(bits[0][1], usedforsecurity=False).digest()
+            seed = seed63(int.from_bytes(digest[:8], "little"), index)
             for g, _ in before:
                 g.manual_seed(seed)
             seeded = generator_states()
-            standing = _standing(seeded)
+            seeded_bits = _state_bits(seeded)
             if len(_SEEDED) >= 256:
                 _SEEDED.clear()
-            _SEEDED[index] = given, seeded, standing
-        self.standing = None if draws else standing
+            _SEEDED[index] = bits, seeded, seeded_bits
+        self.seeded_bits = None if draws else seeded_bits
 
     def end(self, failed: bool) -> None:
-        """Puts the generators to what follows; ``failed``: as they were before."""
-        drawn = not failed
-        if drawn and self.standing is not None:
-            drawn = _standing(generator_states()) != self.standing
+        """Restores the generators, one number later; if ``failed`` exactly."""
+        has_drawn = not failed
+        if has_drawn and self.seeded_bits is not None:
+            has_drawn = _state_bits(generator_states()) != self.seeded_bits
         set_generators(self.before)
-        if drawn:
-            one_number()
+        if has_drawn:
+            draw_number()
 
 
 def are_drawn(states: States) -> bool:
-    """True if generators stand otherwise than they did."""
+    """Returns whether generators have other states than these."""
     return any(_bytes(g.get_state()) != _bytes(state) for g, state in states)
 
 
-Standing = list[tuple[Any, bytes]]  # of generators: states, to compare
+StateBits = list[tuple[Any, bytes]]  # generators, and the bytes of their states
 
-# By index, how generators stood when `OwnDraws` last seeded them, and did afterwards.
-_NEVER: tuple[Standing, States, Standing] = [], [], []
-_SEEDED: dict[int, tuple[Standing, States, Standing]] = {}
+# By index: the states that `RankDraws` last found, and those that it seeded then, as
+# states and as bytes.
+_NEVER: tuple[StateBits, States, StateBits] = [], [], []
+_SEEDED: dict[int, tuple[StateBits, States, StateBits]] = {}
 
 
-def _standing(states: States) -> Standing:
+def _state_bits(states: States) -> StateBits:
     return [(g, _bytes(state)) for g, state in states]
 
 
 def _bytes(state: Tensor) -> bytes:
-    """How a generator stands. It is no memory of the step, and no operator reads it."""
+    # Not by an operator, which recorders would see: the state is no tensor of the step.
     return ctypes.string_at(state.data_ptr(), state.nbytes)
 
 
 @contextmanager
-def other_generators_kept(seed: int | None = None) -> Iterator[None]:
-    """The same of those of Python and of numpy, if that is there.
+def other_generators_restored(seed: int | None = None) -> Iterator[None]:
+    """Restores the generators of Python, and numpy's if that is imported, at the end.
 
     Args:
-        seed: with which they begin inside; None: as they stand.
+        seed: with which they begin inside; None: as they are.
     """
     states = other_states()
     try:
@@ -170,61 +178,70 @@ def other_generators_kept(seed: int | None = None) -> Iterator[None]:
         set_generators(states)
 
 
-class NotedDraws(TorchFunctionMode):
-    """Notes generators that operators are given, each as it is before the first."""
+class RecordedDraws(TorchFunctionMode):
+    """Records generators that operators are passed, with their states before."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.seen: list[tuple[Callable[[], Any], Tensor]] = []
+        self.references: list[tuple[Callable[[], Any], Tensor]] = []
 
     @property
-    def found(self) -> States:
-        """Those that are there still: one that the function made, it makes again."""
-        return [(g, x) for ref, x in self.seen if (g := ref()) is not None]
+    def states(self) -> States:
+        """Those that still exist: what the function made itself, it makes again."""
+        return [
+            (g, state) for ref, state in self.references if (g := ref()) is not None
+        ]
 
-    def __torch_function__(self, func, types, args=(), kwargs=None):
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
         g = (kwargs or {}).get("generator")
         if isinstance(g, torch.Generator) and g is not torch.default_generator:
-            if all(g is not one for one, _ in self.found):
-                self.seen.append((generator_reference(g), g.get_state()))
+            if all(g is not recorded for recorded, _ in self.states):
+                self.references.append((generator_reference(g), g.get_state()))
         return func(*args, **(kwargs or {}))
 
 
-def one_number(generator: torch.Generator | None = None) -> int:
-    """One number from a generator (the default one); 0 where values are fake."""
+def draw_number(generator: torch.Generator | None = None) -> int:
+    """Draws a number from a generator (the default one); 0 where values are fake."""
     if _torch.fake_active():
-        return draws_in_graph(0)
+        return replace_draw(0)
     device = torch.device("cpu") if generator is None else generator.device
     with _torch.beneath_functorch():  # or vmap would refuse
         number = torch.randint(1 << 62, (), generator=generator, device=device)
         return int(number.item())
 
 
-def mix(*numbers: int) -> int:
-    """The seed of a unit call: one 63-bit number, each bit depending on all."""
+def seed63(*numbers: int) -> int:
+    """Returns a seed of 63 bits, each depending on all numbers: for a unit call."""
     state = 0
     for number in numbers:
-        state = scrambled((state ^ (number & MASK)) + _GOLDEN & MASK)
+        state = splitmix64((state ^ (number & MASK)) + _GOLDEN & MASK)
     return state >> 1
 
 
-def mixed(*numbers: int) -> int:
-    """The seed of a row or an order: below 2^64, of all ``numbers`` and their order.
+def seed64(*numbers: int) -> int:
+    """Returns a seed of 64 bits, of numbers and their order: for a row of data.
 
     >>> mixed(0, 1) == mixed(0, 1), mixed(0, 1) == mixed(1, 0)
     (True, False)
     """
     x = 0
     for number in numbers:
-        x = scrambled((x + number + _GOLDEN) & MASK)
+        x = splitmix64((x + number + _GOLDEN) & MASK)
     return x
 
 
-def scrambled(x: int) -> int:
-    """Another number of 64 bits for each: the output function of SplitMix64.
+def splitmix64(x: int) -> int:
+    """Maps 64-bit numbers one to one: the output function of SplitMix64.
+
+    The same on every machine, for ever.
 
     Source: Steele, Lea and Flood, Fast Splittable Pseudorandom Number Generators, 2014.
-    The same on every machine, for ever.
     """
     x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9 & MASK
     x = (x ^ x >> 27) * 0x94D049BB133111EB & MASK

@@ -1,4 +1,7 @@
-"""Names of a package that are imported when they are first asked for."""
+"""Names of a package that are imported when they are first asked for.
+
+``fsfunc`` and ``fsfunc.testing`` have some of theirs so, and import in less time.
+"""
 
 from __future__ import annotations
 
@@ -8,16 +11,17 @@ from importlib import import_module
 from typing import Any
 
 
-def later_names(
+def lazy_names(
     package: str, names: Mapping[str, str]
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
     """Returns the ``__getattr__`` and ``__dir__`` of a package with such names.
 
-    Made here and not there, they do not stand among its functions in ``help``.
+    They are made here, so that ``help`` does not list them with the package's
+    functions.
 
     Args:
         package: its name.
-        names: those of the modules that have them, or are them.
+        names: by name the module that has it; or that is it, if it ends so.
 
     >>> get, _ = later_names("fsfunc.runtime", {"spooled": "fsfunc.runtime.no_module"})
     >>> get("spoiled")
@@ -29,10 +33,10 @@ def later_names(
     def __getattr__(name: str) -> Any:
         if name not in names:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
-        home = import_module(names[name])
-        itself = names[name].endswith(f".{name}")
-        value = home if itself else getattr(home, name)
-        vars(module)[name] = value
+        source = import_module(names[name])
+        is_module = names[name].endswith(f".{name}")
+        value = source if is_module else getattr(source, name)
+        vars(module)[name] = value  # this function is not called for it again
         return value
 
     def __dir__() -> list[str]:

@@ -1,4 +1,9 @@
-"""Memory: pools of buffers, tables by storage, and kinds of memory for counters."""
+"""Memory: pools of buffers, tables by storage, and kinds of memory for counters.
+
+Gathers and reductions take their buffers from a `BufferPool`. A `StorageTable` has what
+is known of memory, whichever views of it are asked. A plan's counter is told by
+`count_as` which tensors are parameters, moments, ..., for its table of memory.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from threading import Lock
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
@@ -22,26 +27,44 @@ KINDS = ("parameters", "gathered", "gradients", "moments", "activations", "buffe
 OFFLOADED = "offloaded"  # not on the device, so it is not counted
 NO_MEMORY = "no memory"  # of placeholders, and of what is computed from them
 
-_COUNTER: ContextVar[Any] = ContextVar("fsfunc_counter", default=None)
+
+class MemoryCounter(Protocol):
+    """What counts memory by kind while it is in force: a plan's observer."""
+
+    def count_as(
+        self, kind: str, tensors: Iterable[Tensor | None], buffer: str
+    ) -> None: ...
+
+    def has_no_memory(self, x: Tensor) -> bool: ...
+
+
+class HasLink(Protocol):
+    """A mesh, as the floor below it sees it."""
+
+    @property
+    def link(self) -> Any: ...
+
+
+_COUNTER: ContextVar[MemoryCounter | None] = ContextVar("fsfunc_counter", default=None)
 
 
 def count_as(kind: str, tensors: Iterable[Tensor | None], buffer: str = "") -> None:
     """Tells the counter in force, if any, the kind of the memory of ``tensors``.
 
     Args:
-        buffer: whose it is, where another unit may run by then, as in a prefetch.
+        buffer: the name of their buffer; another unit may run then, as in a prefetch.
     """
     if (counter := _COUNTER.get()) is not None:
         counter.count_as(kind, tensors, buffer)
 
 
 def has_no_memory(x: Tensor) -> bool:
-    """True if the counter in force takes ``x`` for a placeholder."""
+    """Returns whether the counter in force takes ``x`` for a placeholder."""
     return (counter := _COUNTER.get()) is not None and counter.has_no_memory(x)
 
 
-def counting(counter: Any) -> Scoped:
-    """Inside, ``count_as`` of a counter is told the kinds of memory."""
+def counting(counter: MemoryCounter) -> Scoped:
+    """Inside, :func:`count_as` calls that of ``counter``."""
     return Scoped(_COUNTER, counter)
 
 
@@ -49,7 +72,7 @@ Fact = TypeVar("Fact")
 
 
 class StorageTable(Generic[Fact]):
-    """A table by storage: views share an entry, which goes when the storage is freed.
+    """A table by storage: views share an entry, which is dropped with the storage.
 
     Args:
         freed: is called with the entry of each storage that is freed.
@@ -59,11 +82,12 @@ class StorageTable(Generic[Fact]):
         self.freed = freed
         self.facts: dict[int, Fact] = {}  # by the storage's address
         self._alive: dict[int, weakref.ref] = {}
-        # Weak, so that who drops a table lets go of its facts at once: no cycle.
+        # Callbacks refer to the table weakly: with a cycle its facts would live on,
+        # when it is dropped, until the collector runs.
         self._weak = weakref.ref(self)
 
     def get(self, x: Tensor) -> Fact | None:
-        """The entry of a tensor's storage, or None."""
+        """Returns the entry of a tensor's storage, or None."""
         return self.facts.get(_torch.storage_key(_torch.unwrapped(x)))
 
     def __setitem__(self, x: Tensor, fact: Fact) -> None:
@@ -75,10 +99,11 @@ class StorageTable(Generic[Fact]):
         self.facts[key] = fact
 
 
-def _forget(weak: weakref.ref[Any], key: int, gone: Any) -> None:
-    table = weak()
-    # Else the address is another storage's by now.
-    if table is not None and table._alive.get(key) is gone:
+def _forget(weak_table: weakref.ref[Any], key: int, storage: weakref.ref[Any]) -> None:
+    """Drops the entry of a freed storage; the callback of its weak reference."""
+    table = weak_table()
+    # The address may be another storage's by now, which has an entry of its own.
+    if table is not None and table._alive.get(key) is storage:
         del table._alive[key]
         table.freed(table.facts.pop(key))
 
@@ -86,9 +111,9 @@ def _forget(weak: weakref.ref[Any], key: int, gone: Any) -> None:
 class BufferPool:
     """A pool of buffers for gathers and reductions (CPU only).
 
-    A new buffer costs page faults. A buffer of the pool is free when the pool has the
-    last handle on its storage: so nothing has to be returned, and no tensor that lives
-    loses its memory. On CUDA torch's caching allocator does this.
+    A new buffer costs page faults. A buffer of the pool is free when only the pool
+    refers to its storage: so nothing has to be returned, and no tensor in use loses its
+    memory. On CUDA torch's caching allocator does this.
 
     With ``poison``, for tests, a buffer is filled with NaN when it is handed out and
     when it is dropped.
@@ -99,14 +124,16 @@ class BufferPool:
     fresh = 0  # depth of `fresh_buffers` blocks: reuse is off while positive
 
     def __init__(self) -> None:
-        # By size: (bytes, key, storage).
+        # (bytes, address, storage), sorted by bytes.
         self.storages: list[tuple[int, int, torch.UntypedStorage]] = []
-        self._lock = Lock()  # to find a free one and to take it is one thing
+        self._lock = Lock()  # two threads must not find the same free one
 
     def get(self, count: int, dtype: torch.dtype, like: Tensor | None) -> Tensor:
-        """``[count]`` elements of ``dtype``, uninitialised.
+        """Returns ``[count]`` elements of ``dtype``, uninitialised.
 
-        Where ``like`` is; None: of the pool, also where reuse is off.
+        Args:
+            like: on the device of this tensor, and new memory where reuse is off; None:
+                always of the pool.
         """
         if like is not None:
             if self.fresh or isinstance(like, _torch.FakeTensor):
@@ -119,31 +146,32 @@ class BufferPool:
                 return self.get(count, dtype, like)
         size = count * dtype.itemsize
         with self._lock:
-            large = bisect_left(self.storages, (size,))
-            for _, key, storage in self.storages[large:]:  # noqa: B007  the smallest
+            first_fit = bisect_left(self.storages, (size,))
+            # The smallest free one that is large enough.
+            for _, key, storage in self.storages[first_fit:]:  # noqa: B007
                 if _torch.uses_of(key) == 1:
                     break
             else:
-                storage = self._grown(size, large)
-            # A tensor of its own has a version counter of its own.
+                storage = self._allocate_in_place(size, first_fit)
+            # Not a view of an earlier tensor, whose version counter it would share.
             empty = torch.empty(0, dtype=dtype, device="cpu")
-            found = empty.set_(storage, 0, (count,))  # type: ignore[call-overload]
+            buffer = empty.set_(storage, 0, (count,))  # type: ignore[call-overload]
         if self.poison:
-            found.view(torch.uint8).fill_(255)
-        return found
+            buffer.view(torch.uint8).fill_(255)
+        return buffer
 
-    def _grown(self, size: int, large: int) -> torch.UntypedStorage:
-        """A new storage, in place of the first ``large`` ones that are free."""
-        small = [s for s in self.storages[:large] if _torch.uses_of(s[1]) > 1]
+    def _allocate_in_place(self, size: int, first_fit: int) -> torch.UntypedStorage:
+        """Allocates a storage, in place of the free ones that are too small."""
+        in_use = [s for s in self.storages[:first_fit] if _torch.uses_of(s[1]) > 1]
         storage = self.allocate(size)
-        self.storages[:large] = [*small, (size, storage._cdata, storage)]
+        self.storages[:first_fit] = [*in_use, (size, storage._cdata, storage)]
         return storage
 
-    def trim(self, keep: int) -> None:
-        """Frees unused buffers, but for the ``keep`` largest."""
+    def trim(self, n_left: int) -> None:
+        """Frees unused buffers, but for the ``n_left`` largest."""
         with self._lock:
             free = [s for s in self.storages if _torch.uses_of(s[1]) == 1]
-            for outgrown in free[: max(0, len(free) - keep)]:
+            for outgrown in free[: max(0, len(free) - n_left)]:
                 self.storages.remove(outgrown)
 
     def spoil(self, buffer: Tensor) -> None:
@@ -154,7 +182,7 @@ class BufferPool:
 
 @contextmanager
 def fresh_buffers() -> Iterator[None]:
-    """Inside, no buffer is used again: for recorders, which know values by storage."""
+    """Inside, no buffer is used twice: for recorders, which know values by storage."""
     BufferPool.fresh += 1
     try:
         yield
@@ -162,10 +190,10 @@ def fresh_buffers() -> Iterator[None]:
         BufferPool.fresh -= 1
 
 
-_POOLS: WeakKeyDictionary[Any, dict[int, BufferPool]] = WeakKeyDictionary()
+_POOLS: WeakKeyDictionary[HasLink, dict[int, BufferPool]] = WeakKeyDictionary()
 
 
-def pool_of(mesh: Any, rank: int) -> BufferPool:
-    """The pool of one rank of a mesh, which lives as long as the mesh."""
+def pool_of(mesh: HasLink, rank: int) -> BufferPool:
+    """Returns the pool of one rank of a mesh, which lives as long as the mesh."""
     pools = _POOLS.setdefault(mesh, {})
     return mesh.link.pool if mesh.link else pools.setdefault(rank, BufferPool())

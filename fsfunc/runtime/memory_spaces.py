@@ -2,8 +2,8 @@
 
 The space of a tensor is a property of its storage, also of a fake one: see
 :func:`space_of`. Its ``fetch`` copies a buffer to the device before it is computed
-with, and its ``put`` copies the result back. In the device's own space both return
-what they are given, so code that moves buffers need not ask where these are.
+with, and its ``put`` copies the result back. In the space of the device itself both
+return what they are given, so code that moves buffers need not ask where these are.
 
 To offload to something else, derive from :class:`Store`; `stores` has two.
 """
@@ -30,9 +30,9 @@ from fsfunc.runtime.scopes import Scoped
 class Store:
     """Memory outside the device that computes: an argument of ``offload``.
 
-    To define one, derive from this class and implement ``allocate``, which must keep no
-    reference to what it returns, or that is never freed. An optimizer may compute in
-    that memory, so it holds plain tensors. ``kind`` names it, equally on all ranks.
+    To define one, derive from this class and implement ``allocate``, which must store
+    no reference to what it returns, or that is never freed. An optimizer may compute in
+    that memory, so it is of plain tensors. ``kind`` names it, equally on all ranks.
 
     What a step copies between the store and the device goes by ``copy`` and
     ``copy_all``: by default as between any two tensors, and between the host's memory
@@ -51,19 +51,20 @@ class Store:
     copies_ahead = True
     """Whether `host_copies.send_ahead` may copy from it beside what a GPU computes."""
 
-    # (device, bytes, storage), the one that was used last at the end.
-    _spare: list[tuple[torch.device, int, torch.UntypedStorage]]
-    _most: int  # bytes of these that were in use at once
-    _twin: Store | None
-    _lock: Any
+    # The pool of `scratch`: (device, bytes, storage), the one used last at the end.
+    _pool: list[tuple[torch.device, int, torch.UntypedStorage]]
+    _most_in_use: int  # bytes of the pool that were in use at once
+    _twin: Store | None  # a copy of this store, without its pool
+    _lock: Lock
 
+    # Not in ``__init__``, which a subclass may define without calling this one's.
     def __new__(cls, *_: Any, **__: Any) -> Store:
         self = super().__new__(cls)
-        self._begin()
+        self._make_pool()
         return self
 
-    def _begin(self) -> None:
-        self._spare, self._most, self._twin, self._lock = [], 0, None, Lock()
+    def _make_pool(self) -> None:
+        self._pool, self._most_in_use, self._twin, self._lock = [], 0, None, Lock()
 
     def __str__(self) -> str:
         return self.kind or type(self).__name__
@@ -76,7 +77,7 @@ class Store:
         """
 
     def allocate(self, count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """A new tensor ``[count]`` in this store, at offset 0 of its own storage.
+        """Returns a new tensor ``[count]`` in this store, at offset 0 of a new storage.
 
         Args:
             device: the device that computes with it.
@@ -90,7 +91,7 @@ class Store:
         """Called some time before ``x``, a tensor of this store, is read."""
 
     def copy(self, out: Tensor, x: Tensor, *, private: bool = False) -> Tensor:
-        """Copies ``x`` into ``out``; returns that. One of them, or both, lie here.
+        """Copies ``x`` into ``out``; returns ``out``. One of them, or both, lie here.
 
         Dtypes may differ. An override returns when the copy is over.
 
@@ -110,82 +111,93 @@ class Store:
             wait_for(whole)
             torch._foreach_copy_(outs, xs)
 
-    def empty(self, count: int, dtype: torch.dtype, device: Any) -> Tensor:
-        """A new tensor ``[count]`` in this store, computed with on ``device``."""
+    def empty(
+        self, count: int, dtype: torch.dtype, device: torch.device | str
+    ) -> Tensor:
+        """Returns a new tensor ``[count]`` in this store, for ``device`` to use."""
         device = torch.device(device)
         if _torch.fake_active() or device.type == "meta" or not count:
-            on = "meta" if device.type == "meta" else "cpu"
-            found = torch.empty(count, dtype=dtype, device=on)
+            stand_in = "meta" if device.type == "meta" else "cpu"
+            x = torch.empty(count, dtype=dtype, device=stand_in)
         else:
-            found = self.allocate(count, dtype, device)
-            self._check_new(found, count, dtype)
-        return Offloaded(self, device).mark(found)
+            x = self.allocate(count, dtype, device)
+            self._check_new(x, count, dtype)
+        return Offloaded(self, device).mark(x)
 
     def _check_new(self, x: Any, count: int, dtype: torch.dtype) -> None:
-        """Raises if ``allocate`` returned something else than new memory."""
-        said, asked = _described(x), f"{dtype}[{count}]"
+        """Raises if a user's ``allocate`` returned something else than new memory."""
+        returned, asked = _describe(x), f"{dtype}[{count}]"
         if isinstance(x, Tensor) and x.dtype == dtype and x.shape == (count,):
-            strange = x.requires_grad or x.is_inference() or not x.is_contiguous()
-            if _SPACES.get(x) is None and not (x.storage_offset() or strange):
+            is_odd = x.requires_grad or x.is_inference() or not x.is_contiguous()
+            if _SPACES.get(x) is None and not (x.storage_offset() or is_odd):
                 return
-            said = f"{said} that is a part of other memory, or in use"
+            returned = f"{returned} that is a part of other memory, or in use"
         raise TypeError(
             f"allocate of {type(self).__name__} is asked for {asked}, in memory of "
-            f"their own from its start, and returned {said}"
+            f"their own from its start, and returned {returned}"
         )
 
-    def scratch(self, count: int, dtype: torch.dtype, device: Any) -> Tensor:
-        """The same, from a pool of this store's memory, perhaps with more behind it.
+    def scratch(
+        self, count: int, dtype: torch.dtype, device: torch.device | str
+    ) -> Tensor:
+        """Returns a tensor ``[count]`` in a pool of this store's memory.
 
-        Sizes vary, as lengths of sequences do: it may be memory of up to twice the
-        size, and the pool has never more than twice what was in use at once. (Twice, as
-        one half of a step may use other sizes than the other.)
-        A copy of before may still be under way there, for which a copy into it waits by
-        itself (`host_copies.send`); Python calls `host_copies.wait_for`.
+        An earlier copy from or to that memory may still be under way. A copy into it
+        waits for that by itself (`host_copies.send`); Python calls
+        `host_copies.wait_for` before it reads or writes.
         """
         if _torch.fake_active() or torch.device(device).type == "meta":
             return self.empty(count, dtype, device)
         device, size = torch.device(device), count * dtype.itemsize
         with self._lock:
-            best, least = None, 2 * size + 1
-            for i, (on, has, storage) in enumerate(self._spare):
-                # Of one device: its mark says so, and it may be pinned for that.
-                if size <= has < least and on == device:
+            # The smallest free one. Sizes vary, as lengths of sequences do: so it may
+            # be up to twice as large as asked for.
+            best, best_size = None, 2 * size + 1
+            for i, (storage_device, nbytes, storage) in enumerate(self._pool):
+                # Of one device: its mark names it, and it may be pinned for that.
+                if size <= nbytes < best_size and storage_device == device:
                     if _torch.uses_of(storage._cdata) == 1:
-                        best, least = i, has
-                        if has == size:
+                        best, best_size = i, nbytes
+                        if nbytes == size:
                             break
             if best is not None:
-                self._spare.append(one := self._spare.pop(best))
-                return over_storage(one[2], count, dtype)
+                self._pool.append(entry := self._pool.pop(best))
+                return over_storage(entry[2], count, dtype)
             # Of a twin: a mark that refers to this store would keep its pool alive.
             if self._twin is None:
                 self._twin = copy.copy(self)
-                self._twin._begin()
+                self._twin._make_pool()
             self._make_room(size)
-            found = self._twin.empty(count, dtype, device)
+            x = self._twin.empty(count, dtype, device)
             if size:
-                self._spare.append((device, size, found.untyped_storage()))
-            return found
+                self._pool.append((device, size, x.untyped_storage()))
+            return x
 
     def _make_room(self, size: int) -> None:
-        """Frees what was not used for longest, if ``size`` more were too much."""
+        """Frees what was not used for longest, if ``size`` more were too much.
+
+        It has never more than twice what was in use at once: one half of a step may use
+        other sizes than the other half.
+        """
         free = {
-            i for i, x in enumerate(self._spare) if _torch.uses_of(x[2]._cdata) == 1
+            i
+            for i, entry in enumerate(self._pool)
+            if _torch.uses_of(entry[2]._cdata) == 1
         }
-        total = sum(x[1] for x in self._spare) + size
-        self._most = max(self._most, total - sum(self._spare[i][1] for i in free))
-        gone = set()
-        for i in sorted(free):
-            if total <= 2 * self._most:
+        total = sum(entry[1] for entry in self._pool) + size
+        in_use = total - sum(self._pool[i][1] for i in free)
+        self._most_in_use = max(self._most_in_use, in_use)
+        dropped = set()
+        for i in sorted(free):  # the one used last is at the end
+            if total <= 2 * self._most_in_use:
                 break
-            gone.add(i)
-            total -= self._spare[i][1]
-        self._spare = [x for i, x in enumerate(self._spare) if i not in gone]
+            dropped.add(i)
+            total -= self._pool[i][1]
+        self._pool = [entry for i, entry in enumerate(self._pool) if i not in dropped]
 
 
-def _described(x: Any) -> str:
-    """A tensor's dtype and shape, or the name of a type."""
+def _describe(x: Any) -> str:
+    """Returns a tensor's dtype and shape, or the name of a type."""
     return f"{x.dtype}{list(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
 
 
@@ -196,7 +208,7 @@ class MemorySpace:
     kind = ""  # that of its store
 
     def on_device(self, x: Tensor) -> Tensor:
-        """``x``, or an empty tensor of its dtype, on the device that computes."""
+        """Returns ``x``, or an empty tensor of its dtype, on the device."""
         return x
 
     def fetch(
@@ -207,39 +219,41 @@ class MemorySpace:
         *,
         waits: bool = True,
     ) -> Tensor:
-        """``x`` on the device, in ``dtype``; a copy goes to ``out`` if it is given.
+        """Returns ``x`` on the device, in ``dtype``; a copy in ``out``, if given.
 
         Args:
-            waits: whether Python may write ``x`` next; else see `host_copies`.
+            waits: whether Python may write ``x`` next, and so waits for the copy; else
+                see `host_copies`.
         """
         return x if dtype is None else x.to(dtype)
 
     def put(
         self, x: Tensor, dtype: torch.dtype | None = None, *, waits: bool = True
     ) -> Tensor:
-        """``x`` in this space, in ``dtype``; a copy lies in memory of a pool.
+        """Returns ``x`` in this space, in ``dtype``; a copy lies in memory of a pool.
 
         Args:
-            waits: whether Python may read the result next; else see `host_copies`.
+            waits: whether Python may read the result next, and so waits for the copy;
+                else see `host_copies`.
         """
         return x if dtype is None else x.to(dtype)
 
     def new_empty(
         self, x: Tensor, shape: Sequence[int], dtype: torch.dtype | None = None
     ) -> Tensor:
-        """An uninitialized tensor here, from a pool, by default of ``x``'s dtype."""
+        """Returns an uninitialized tensor of a pool here, in ``dtype`` or like ``x``."""
         return x.new_empty(shape, dtype=dtype)
 
     def empty_like(self, x: Tensor, scratch: bool = False) -> Tensor:
-        """An uninitialized tensor like ``x`` here; from a pool if it is ``scratch``."""
+        """Returns an uninitialized tensor like ``x`` here; of a pool if ``scratch``."""
         return torch.empty_like(x)
 
     def zeros(self, x: Tensor, shape: Sequence[int]) -> Tensor:
-        """Zeros here, of the dtype of ``x``."""
+        """Returns zeros here, of the dtype of ``x``."""
         return x.new_zeros(shape)
 
     def copied(self, x: Tensor) -> Tensor:
-        """A copy of ``x`` here."""
+        """Returns a copy of ``x`` here."""
         return x.clone()
 
     def copy_all(self, outs: list[Tensor], xs: list[Tensor], whole: Tensor) -> None:
@@ -249,12 +263,12 @@ class MemorySpace:
     def write(self, x: Tensor, source: Tensor) -> None:
         """Writes the values of ``source`` into ``x``, which lies here.
 
-        The copy may go on: `host_copies.settle` waits for it.
+        The copy may go on: `host_copies.wait_for_copies` waits for it.
         """
         x.copy_(source)
 
     def comes_beside(self, x: Tensor) -> bool:
-        """True if a fetch of ``x`` can run beside what the device computes."""
+        """Returns whether a fetch of ``x`` can run beside what the device computes."""
         return False
 
     def read_ahead(self, x: Tensor) -> None:
@@ -306,16 +320,16 @@ class Offloaded(MemorySpace):
         dtype = x.dtype if dtype is None else dtype
         if x.dtype == dtype and space_of(x).offloaded:
             return wait_for(x) if waits else x
-        room = self.store.scratch(x.numel(), dtype, self.device).view(x.shape)
-        self.store.copy(room, x, private=waits)
-        return wait_for(room) if waits else room
+        out = self.store.scratch(x.numel(), dtype, self.device).view(x.shape)
+        self.store.copy(out, x, private=waits)
+        return wait_for(out) if waits else out
 
     def new_empty(
         self, x: Tensor, shape: Sequence[int], dtype: torch.dtype | None = None
     ) -> Tensor:
         count = torch.Size(shape).numel()
-        room = self.store.scratch(count, dtype or x.dtype, self.device)
-        return wait_for(room).view(shape)
+        flat = self.store.scratch(count, dtype or x.dtype, self.device)
+        return wait_for(flat).view(shape)
 
     def empty_like(self, x: Tensor, scratch: bool = False) -> Tensor:
         make = self.store.scratch if scratch else self.store.empty
@@ -337,7 +351,7 @@ class Offloaded(MemorySpace):
 
     def comes_beside(self, x: Tensor) -> bool:
         there = self.on_device(x)
-        return self.store.copies_ahead and host_copies.beside(x, there)
+        return self.store.copies_ahead and host_copies.can_copy_beside(x, there)
 
     def read_ahead(self, x: Tensor) -> None:
         if not _torch.fake_active():
@@ -358,18 +372,19 @@ _MOMENTS: ContextVar[Store | None] = ContextVar("fsfunc_moments", default=None)
 def over_storage(
     storage: torch.UntypedStorage, count: int, dtype: torch.dtype
 ) -> Tensor:
-    """The first ``count`` elements of a storage, as a 1-D tensor of ``dtype``."""
+    """Returns the first ``count`` elements of a storage, as a 1-D tensor."""
     empty = torch.empty(0, dtype=dtype, device=storage.device)
     return empty.set_(storage, 0, (count,))  # type: ignore[call-overload]
 
 
 def any_offloaded() -> bool:
-    """True if any memory of this process is offloaded."""
+    """Returns whether any memory of this process is offloaded."""
     return bool(_SPACES.facts)
 
 
 def space_of(x: Tensor) -> MemorySpace:
-    """The memory space of a tensor."""
+    """Returns the memory space of a tensor."""
+    # In most programs nothing is offloaded: then one look at a dict tells.
     if not _SPACES.facts or _torch.is_wrapped(x) or x.layout != torch.strided:
         return _DEVICE
     return _SPACES.get(x) or _DEVICE
@@ -381,5 +396,5 @@ def moments_go_to(store: Store | None) -> Scoped:
 
 
 def moments_store() -> Store | None:
-    """The store in which an optimizer makes its moments; None: on the device."""
+    """Returns the store for the moments that an optimizer makes; None: the device."""
     return _MOMENTS.get()

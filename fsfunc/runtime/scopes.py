@@ -1,7 +1,9 @@
-"""Blocks: a context variable, one thread, no garbage collector, no compiled functions.
+"""Context managers: a context variable, one thread, no collector, no compilation.
 
-A unit's function may be compiled. What is around units may not: which unit is called
-when is for Python to say, and for transforms to see.
+`Scoped` is under every transform and unit call. The rest of the file is for what may
+not be compiled, or is traced to be run as a graph. A unit's function may be compiled by
+``torch.compile``; the code around units may not, as Python decides which unit is called
+when, and transforms must see the calls.
 """
 
 from __future__ import annotations
@@ -19,7 +21,9 @@ from fsfunc import _torch
 
 
 class Scoped:
-    """``with Scoped(var, value)``: a class, since each unit call opens several.
+    """``with Scoped(var, value)``: inside, the context variable has this value.
+
+    A class, not a generator: each unit call opens several, and so it is faster.
 
     >>> var = ContextVar("var", default=0)
     >>> with Scoped(var, 1):
@@ -67,25 +71,27 @@ def in_one_thread() -> AbstractContextManager[None]:
 
 
 @contextmanager
-def uncollected() -> Iterator[None]:
-    """The collector waits: of thousands of new values it would find none to free.
+def gc_paused() -> Iterator[None]:
+    """Inside, Python's garbage collector does not run.
+
+    For code that makes thousands of values, of which it would find none to free.
 
     >>> with uncollected():
     ...     gc.isenabled()
     False
     """
-    on = gc.isenabled()
+    was_enabled = gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
-        if on:
+        if was_enabled:
             gc.enable()
 
 
 @contextmanager
-def standing(stance: Any) -> Iterator[None]:
-    """Inside, compiled functions run as where ``compiler_stance()`` was asked."""
+def under_stance(stance: Any) -> Iterator[None]:
+    """Inside, compiled functions run as ``stance``, of ``compiler_stance()``, says."""
     before = _torch.compiler_stance()
     _torch.set_compiler_stance(stance)
     try:
@@ -94,63 +100,63 @@ def standing(stance: Any) -> Iterator[None]:
         _torch.set_compiler_stance(before)
 
 
-def plainly() -> AbstractContextManager[None]:
-    """Inside, a compiled function runs as the plain one that it was made of.
+def running_eagerly() -> AbstractContextManager[None]:
+    """Inside, a compiled function runs as the function that it was made of.
 
-    For tensors without values: a kernel would read their memory, and there is none.
+    For tensors without values: a compiled kernel would read memory that is not there.
     """
-    return standing("force_eager")
+    return under_stance("force_eager")
 
 
-class BeforeRuns:
-    """The Python that each run of a graph does before, as its step did while traced.
+class RunPrologue:
+    """What each run of a graph does in Python first, as its step did while traced.
 
     Attributes:
-        drawn: how many numbers it draws and does not use.
-        asked: (function, its arguments, tensor for the number that it returns).
+        unused_draws: how many numbers the step draws and does not use.
+        values: by function and arguments: these, and a tensor for the function's value.
     """
 
     def __init__(self) -> None:
-        self.drawn = 0
-        self.asked: dict[Any, tuple[Callable[..., Any], tuple[Any, ...], Tensor]] = {}
+        self.unused_draws = 0
+        self.values: dict[Any, tuple[Callable[..., Any], tuple[Any, ...], Tensor]] = {}
 
 
-_IN_GRAPH: ContextVar[BeforeRuns | None] = ContextVar("fsfunc_in_graph", default=None)
+_IN_GRAPH: ContextVar[RunPrologue | None] = ContextVar("fsfunc_in_graph", default=None)
 
 
 def in_graph() -> Scoped:
     """Inside, a step is traced to be run as a graph, with other values."""
-    return Scoped(_IN_GRAPH, BeforeRuns())
+    return Scoped(_IN_GRAPH, RunPrologue())
 
 
-def draws_in_graph(number: int) -> int:
-    """``number``, in place of one that each run of the graph draws and does not use."""
-    if (before := _IN_GRAPH.get()) is not None:
-        before.drawn += 1
+def replace_draw(number: int) -> int:
+    """Returns ``number`` for one that each run of the graph draws and does not use."""
+    if (prologue := _IN_GRAPH.get()) is not None:
+        prologue.unused_draws += 1
     return number
 
 
-def asked_in_graph(fn: Callable[..., Any], *args: Any) -> Tensor:
-    """A float64 tensor of no dims, in which each run of the graph has ``fn(*args)``.
+def value_in_graph(fn: Callable[..., Any], *args: Any) -> Tensor:
+    """Returns a scalar float64 tensor, in each run of the graph ``fn(*args)``.
 
-    Of ``args`` those that are leaves of the step's arguments are then what is given.
+    Arguments that are leaves of the step's arguments have the values of that run.
     """
-    before = _IN_GRAPH.get()
-    assert before is not None, "no graph is traced"
+    prologue = _IN_GRAPH.get()
+    assert prologue is not None, "no graph is traced"
     key = fn, *map(id, args)
-    if key not in before.asked:
+    if key not in prologue.values:
         with _torch.beneath_all_modes():
-            before.asked[key] = fn, args, torch.zeros((), dtype=torch.float64)
-    return before.asked[key][2]
+            prologue.values[key] = fn, args, torch.zeros((), dtype=torch.float64)
+    return prologue.values[key][2]
 
 
 def is_in_graph() -> bool:
-    """True while a step is traced to be run as a graph."""
+    """Returns whether a step is being traced to be run as a graph."""
     return _IN_GRAPH.get() is not None
 
 
-def refuse_in_graph(what: str) -> None:
-    """Raises in the trace of a graph, where ``what`` depends on values.
+def refuse_in_graph(action: str) -> None:
+    """Raises in the trace of a graph, where ``action`` depends on values.
 
     A plan may assume them; a graph would have the assumption in it.
 
@@ -159,22 +165,23 @@ def refuse_in_graph(what: str) -> None:
     """
     if is_in_graph():
         raise RuntimeError(
-            f"{what}: that depends on values, and a step that is compiled whole is "
+            f"{action}: that depends on values, and a step that is compiled whole is "
             "traced without them. Compile the step's units, jit(step)"
         )
 
 
-def refuse_compiled(what: object) -> None:
-    """Raises where a compiled function calls ``what``.
+def refuse_compiled(callee: object) -> None:
+    """Raises if a compiled function calls ``callee``, which is printed.
 
     Raises:
         RuntimeError: one does, as it is compiled or between its graphs.
     """
-    # While this is compiled the first is true, and nobody compiles the second.
+    # While Dynamo traces this function the first is True, and `or` skips the second,
+    # which Dynamo could not trace.
     compiling = torch.compiler.is_dynamo_compiling()
     if compiling or _torch.compiler_at_work() not in (None, False):
         raise RuntimeError(
-            f"{what} is called inside a function that torch.compile made: units "
+            f"{callee} is called inside a function that torch.compile made: units "
             "compile, steps do not. Compile the unit's function, "
             "ff.unit(torch.compile(fn)), and leave steps, losses and units as they are"
         )

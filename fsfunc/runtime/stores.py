@@ -1,4 +1,8 @@
-"""Stores: the host's memory, and files of a folder that are mapped."""
+"""Stores that ``offload`` has: the host's memory, and mapped files of a folder.
+
+``offload(step, params="host")`` makes a `HostMemory`, a path a `Folder`. A user's own
+derives from `memory_spaces.Store` as these do.
+"""
 
 from __future__ import annotations
 
@@ -40,28 +44,26 @@ def populate(x: Tensor) -> None:
     advise(x, _POPULATE_WRITE)
 
 
-def advise(x: Tensor, how: int) -> None:
-    """Tells the system ``how`` the pages that ``x`` fills will be used."""
+def advise(x: Tensor, advice: int) -> None:
+    """Tells the system how the pages that ``x`` fills will be used, by ``madvise``."""
     madvise = _madvise()
     if madvise is None or x.device.type != "cpu" or not x.is_contiguous():
         return
     first = -(-x.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
     size = (x.data_ptr() + x.nbytes) // mmap.PAGESIZE * mmap.PAGESIZE - first
     if size > 0:
-        madvise(ctypes.c_void_p(first), ctypes.c_size_t(size), how)
+        madvise(ctypes.c_void_p(first), ctypes.c_size_t(size), advice)
 
 
 class HostMemory(Store):
-    """The host's memory, pinned where the device is a GPU.
-
-    torch's allocator of pinned memory rounds up to a power of two, so 1.1 GB would take
-    2. Where that costs more than a little, memory is pinned here.
-    """
+    """The host's memory, pinned where the device is a GPU."""
 
     kind = "host"
 
     def allocate(self, count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         size, pinned = count * dtype.itemsize, device.type == "cuda"
+        # torch's allocator of pinned memory rounds up to a power of two, so 1.1 GB
+        # would take 2. Where that wastes more than a little, memory is pinned here.
         if pinned and (1 << (size - 1).bit_length()) - size > _WASTE:
             if (lease := _PINNED.get(size, device)) is not None:
                 return torch.frombuffer(lease, dtype=dtype, count=count)
@@ -73,17 +75,18 @@ _WASTE = 1 << 24  # bytes
 
 @dataclass(frozen=True, eq=False)
 class _PinnedMap:
-    """A map of pinned memory, which is unmapped when it is let go of.
+    """A mapping of pinned memory, which is unmapped when it is dropped.
 
-    It is a shared one: of a private one a fork, such as a worker of a data loader,
-    would leave this process new pages to write to, and the GPU the old ones.
+    It is a shared mapping. After a fork, such as a data loader's worker, a private one
+    would be copied on write: this process would write new pages, and the GPU read the
+    old ones.
     """
 
     memory: mmap.mmap
     device: torch.device
 
     def lease(self, size: int) -> Any:
-        """Its first bytes, as a buffer; it is free when that is gone."""
+        """Returns its first bytes as a buffer; the map is free when that is dropped."""
         return (ctypes.c_char * size).from_buffer(self.memory)
 
     @property
@@ -94,47 +97,50 @@ class _PinnedMap:
 class _Pinned:
     """Pinned memory of any size.
 
-    A map is free when the storage over it is. It is used again for what is at most an
-    eighth smaller, as to pin takes longer than to copy, and a step that does not donate
-    makes its state anew; no more bytes are kept free than are in use.
+    A map is free when the storage over it is freed. It is used again for tensors that
+    are at most an eighth smaller: to pin takes longer than to copy, and a step that
+    does not donate makes a new state each time. No more bytes stay free than are in
+    use.
 
-    There is no lock: a storage may go at any time, also in here. Each change is one of
-    a list or a dict.
+    There is no lock: a storage may be freed at any time, also while a method here runs.
+    Each change is one operation on a list or a dict.
     """
 
     def __init__(self) -> None:
         self.free: list[_PinnedMap] = []  # the one that has been free for longest first
-        self.used: dict[int, _PinnedMap] = {}  # by identity
+        self.used: dict[int, _PinnedMap] = {}  # by id
 
     def get(self, size: int, device: torch.device) -> Any:
-        """A buffer of ``size`` bytes, for one storage; None: it cannot be pinned."""
-        if (found := self._again(size, device)) is None:
+        """Returns a buffer of ``size`` bytes, for one storage; None without one."""
+        if (pinned := self._take_free(size, device)) is None:
             try:
-                found = _PinnedMap(mmap.mmap(-1, size), device)
+                pinned = _PinnedMap(mmap.mmap(-1, size), device)
             except OSError:
                 return None
-            if not host_copies.GPU.pin(found.address, size, device):
+            if not host_copies.GPU.pin(pinned.address, size, device):
                 return None
-        lease = found.lease(size)
-        self.used[id(found)] = found
-        weakref.finalize(lease, self._is_free, found).atexit = False
+        lease = pinned.lease(size)
+        self.used[id(pinned)] = pinned
+        weakref.finalize(lease, self._give_back, pinned).atexit = False
         return lease
 
-    def _again(self, size: int, device: torch.device) -> _PinnedMap | None:
-        """The smallest free map that is large enough, and not too large."""
-        for one in sorted(self.free, key=lambda x: len(x.memory)):
-            if one.device == device and size <= len(one.memory) <= size + size // 8:
+    def _take_free(self, size: int, device: torch.device) -> _PinnedMap | None:
+        """Returns the smallest free map that is large enough, and not too large."""
+        for pinned in sorted(self.free, key=lambda x: len(x.memory)):
+            nbytes = len(pinned.memory)
+            if pinned.device == device and size <= nbytes <= size + size // 8:
                 try:
-                    self.free.remove(one)
+                    self.free.remove(pinned)
                 except ValueError:  # another thread has it
                     continue
-                host_copies.GPU.finish(device)  # copies of whoever had it before
-                return one
+                # Copies of the tensor that had it before may be under way.
+                host_copies.GPU.synchronize(device)
+                return pinned
         return None
 
-    def _is_free(self, one: _PinnedMap) -> None:
-        del self.used[id(one)]
-        self.free.append(one)
+    def _give_back(self, pinned: _PinnedMap) -> None:
+        del self.used[id(pinned)]
+        self.free.append(pinned)
         while _bytes(self.free) > _bytes(self.used.values()):
             try:
                 oldest = self.free.pop(0)
@@ -155,8 +161,8 @@ class Folder(Store):
 
     Each tensor has a file of its own. Its blocks are allocated at once, as a write into
     mapped memory would kill the process if the disk were full. The file is unlinked
-    when it has been mapped: so ranks and runs that are given one folder share nothing,
-    a killed run leaves nothing behind, and a state outlives its folder.
+    when it has been mapped: so ranks and runs with the same folder share nothing, a
+    killed run leaves nothing behind, and a state outlives its folder.
 
     Args:
         path: the folder, which is made if it does not exist.
@@ -175,16 +181,16 @@ class Folder(Store):
             os.makedirs(self.path, exist_ok=True)
         except OSError as error:
             raise self._failure(error, "keeps memory in this folder") from error
-        self._mapped(mmap.PAGESIZE)
+        self._map_file(mmap.PAGESIZE)
 
     def allocate(self, count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        return over_storage(self._mapped(count * dtype.itemsize), count, dtype)
+        return over_storage(self._map_file(count * dtype.itemsize), count, dtype)
 
     def read_ahead(self, x: Tensor) -> None:
         advise(x, mmap.MADV_WILLNEED)
 
-    def _mapped(self, size: int) -> torch.UntypedStorage:
-        """The storage of a new file of ``size`` bytes, all zero."""
+    def _map_file(self, size: int) -> torch.UntypedStorage:
+        """Returns the storage of a new file of ``size`` bytes, all zero."""
         path = None
         try:
             file, path = tempfile.mkstemp(prefix="offload-", dir=self.path)
@@ -192,18 +198,19 @@ class Folder(Store):
                 os.posix_fallocate(file, 0, size)
             finally:
                 os.close(file)
-            made = torch.UntypedStorage.from_file
-            return made(path, shared=True, nbytes=size)  # pyright: ignore
+            from_file = torch.UntypedStorage.from_file
+            return from_file(path, shared=True, nbytes=size)  # pyright: ignore
         except (OSError, RuntimeError) as error:
             raise self._failure(error, f"takes {size} bytes of its disk") from error
         finally:
             if path is not None:
                 os.unlink(path)
 
-    def _failure(self, error: Exception, what: str) -> OSError:
+    def _failure(self, error: Exception, action: str) -> OSError:
+        """Makes the error to raise; ``action`` is what this store was about to do."""
         return OSError(
             getattr(error, "errno", None) or 0,
-            f"offload to {self.path!r} {what}, and cannot: "
+            f"offload to {self.path!r} {action}, and cannot: "
             f"{getattr(error, 'strerror', None) or error}. Make room there and go on "
             "from the state that the step was given, or save that and give offload "
             'a folder on another disk, or "host"',

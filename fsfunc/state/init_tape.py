@@ -31,10 +31,10 @@ from fsfunc.comm.descriptions import checksums, describe_value
 from fsfunc.runtime.random_blocks import (
     Stream,
     Streams,
-    block_on,
+    block_size,
     draw,
-    fill_of,
-    seeded,
+    draw_seeded,
+    find_fill,
 )
 from fsfunc.runtime.stores import populate
 
@@ -345,7 +345,7 @@ def _classify(func: Any, arguments: dict[str, Any]) -> tuple[str, Any]:
     if packet in _FULL and not isinstance(arguments[_FULL[packet]], Tensor):
         return "fill", arguments[_FULL[packet]]
     if _SEEDED in func.tags:
-        fill = fill_of(func, arguments)
+        fill = find_fill(func, arguments)
         return ("plain" if fill is None else "draw"), fill
     if packet in _COPIES:
         return "copy", None
@@ -401,7 +401,7 @@ class Replay:
         Blocks are computed whole and cut alike, so that no bit depends on who asks.
         """
         target = self.tape.storages[storage]
-        block = block_on(target.device)
+        block = block_size(target.device)
         populate(out)
         for first in range(low // block * block, high, block):
             end = min(first + block, target.numel)
@@ -498,7 +498,7 @@ def _run_range(memory: _Memory, op: TapedOp, start: int, stop: int) -> None:
         draw(op.value, op.stream, target, start - first, end - first)
         return
     device = memory.tape.storages[op.target.storage].device
-    piece = PIECE if device.type == "cpu" else max(PIECE, block_on(device))
+    piece = PIECE if device.type == "cpu" else max(PIECE, block_size(device))
     for first in range(start, stop, piece):
         end = min(first + piece, stop)
 
@@ -533,7 +533,7 @@ def _run_whole(memory: _Memory, op: TapedOp) -> None:
     if op.stream is None:
         out = op.func(*args, **kwargs)
     else:
-        out = seeded(op.func, op.stream, args, kwargs)
+        out = draw_seeded(op.func, op.stream, args, kwargs)
     # A result is stored as it is where it is a whole storage of its own, as it was on
     # fake tensors; else its elements are copied to where they were there.
     read = {_torch.storage_key(memory.of(r.storage)) for r in op.reads}

@@ -29,7 +29,7 @@ from fsfunc.comm.typed_maps import MEAN, REDUCE, TAKE_PART
 from fsfunc.core.casts import differentiable
 from fsfunc.core.frames import frame
 from fsfunc.optim.leaves import may_be_differentiated
-from fsfunc.runtime.generators import one_number
+from fsfunc.runtime.generators import draw_number
 from fsfunc.runtime.random_blocks import draw, standard_normal
 from fsfunc.runtime.scopes import refuse_in_graph
 from fsfunc.sharded.layout import Layout
@@ -293,7 +293,7 @@ def randn_like(like: _Tree, *, generator: torch.Generator | None = None) -> _Tre
     if generator is not None:
         claim_equal(generator.get_state(), "the generator of randn_like")
     with torch.no_grad(), _torch.beneath_functorch():
-        number = one_number(generator)
+        number = draw_number(generator)
         # In a unit draws are each rank's own.
         if generator is None and not frame().path:
             devices = [x.device for x in leaves if isinstance(x, Tensor | Sharded)]

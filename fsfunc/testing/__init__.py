@@ -41,7 +41,7 @@ drawn_models.py     the models, steps and stacks that strategies draw
 strategies.py       strategies of hypothesis
 """
 
-from fsfunc.runtime.lazy_imports import later_names as _later_names
+from fsfunc.runtime.lazy_imports import lazy_names as _later_names
 from fsfunc.testing.comparing import assert_equal, integers
 from fsfunc.testing.costs import Living, assert_cost, live_bytes
 from fsfunc.testing.finite_field import NoExactRule, exact, residues

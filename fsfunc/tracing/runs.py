@@ -26,10 +26,10 @@ from fsfunc.comm.mesh import Here, Mesh, maybe_here, noting_axes_read, set_here
 from fsfunc.comm.traffic import Ledger
 from fsfunc.core.frames import Frame, Interpretation, inside
 from fsfunc.core.units import Call
-from fsfunc.runtime.generators import generators_kept, other_generators_kept
+from fsfunc.runtime.generators import generators_restored, other_generators_restored
 from fsfunc.runtime.memory import fresh_buffers
 from fsfunc.runtime.memory_spaces import space_of
-from fsfunc.runtime.scopes import in_one_thread, plainly
+from fsfunc.runtime.scopes import in_one_thread, running_eagerly
 from fsfunc.sharded.layout import Owned
 from fsfunc.sharded.leaf import Sharded, is_sharded
 from fsfunc.sharded.plain_leaves import locate_state
@@ -72,10 +72,10 @@ def without_data(
         seed: for the generators of Python and numpy, if not their present states.
     """
     with ExitStack() as stack:
-        stack.enter_context(generators_kept())
-        stack.enter_context(other_generators_kept(seed))
+        stack.enter_context(generators_restored())
+        stack.enter_context(other_generators_restored(seed))
         stack.enter_context(silence() if log is None else only(log))
-        stack.enter_context(plainly())
+        stack.enter_context(running_eagerly())
         stack.enter_context(in_one_thread())
         # Buffers with data may be in use by the real step: a run on copies has others.
         if not fake:

@@ -186,11 +186,11 @@ class _FetchAhead(Handle):
 
     def __init__(self, full: Tensor, end: Any):
         self.full, self.end = full, end
-        self.stream = host_copies.GPU.stream(full)
+        self.stream = host_copies.GPU.current_stream(full)
 
     def wait(self) -> Tensor:
         # Only the stream that reads it waits; Python goes on.
-        host_copies.arrive(self.full, self.end)
+        host_copies.wait_for_ahead(self.full, self.end)
         self.awaited = True
         return self.full
 
@@ -198,7 +198,7 @@ class _FetchAhead(Handle):
         # An error came before the wait: without one the allocator could hand out the
         # memory while the copy still writes to it.
         if not self.awaited:
-            host_copies.arrive(self.full, self.end, self.stream)
+            host_copies.wait_for_ahead(self.full, self.end, self.stream)
 
     def done(self) -> bool:
         return self.end.query()
@@ -273,7 +273,7 @@ class Gathers:
         self.in_flight.clear()
         self.partial_gathers.clear()
         # What follows may write parameters on the host, and read gradients there.
-        host_copies.settle()
+        host_copies.wait_for_copies()
 
     def drop(self, calls: Iterable[GatheredCall], sharing: Calls | None = None) -> None:
         """Drops the gathered buffers of ``calls``.

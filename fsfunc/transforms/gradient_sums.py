@@ -399,7 +399,7 @@ class GradientSums:
             if not calls_to_come and self.steps.takes(shard):
                 del self.grads[id(shard)]
                 # It writes parameters too, which copies from the store may still read.
-                host_copies.settle()
+                host_copies.wait_for_copies()
                 self.steps.step(shard, grad, 1 if is_mean else mean_size)
 
     def carried(self) -> Carried:

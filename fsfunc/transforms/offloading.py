@@ -25,7 +25,7 @@ from fsfunc.core.casts import differentiable
 from fsfunc.core.execution_context import UnitToken, running
 from fsfunc.core.frames import Interpretation, frame, inside, transformed
 from fsfunc.core.units import Call
-from fsfunc.runtime.host_copies import crosses, follow
+from fsfunc.runtime.host_copies import crosses, wait_for_last_copy
 from fsfunc.runtime.memory_spaces import MemorySpace, Offloaded, Store, space_of
 from fsfunc.runtime.stores import Folder, HostMemory
 from fsfunc.sharded.leaf import Sharded, is_sharded
@@ -428,7 +428,7 @@ class _StoredStorage:
         elif crosses(fetched, self.stored):
             # Autograd runs a node in the stream of its forward: one of another stream
             # may have fetched it.
-            follow(fetched, self.stored)
+            wait_for_last_copy(fetched, self.stored)
         return fetched
 
 

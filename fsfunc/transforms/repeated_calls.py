@@ -34,10 +34,10 @@ from fsfunc.core.execution_context import Running, UnitToken, run_as, running
 from fsfunc.core.frames import frame
 from fsfunc.core.units import Call
 from fsfunc.runtime.generators import (
-    NotedDraws,
+    RecordedDraws,
     States,
     generator_states,
-    generators_kept,
+    generators_restored,
     other_states,
     set_generators,
 )
@@ -257,7 +257,7 @@ class RepeatedCall:
         unit_token = running().token
         states = [*generator_states(), *self.python_states]
         token = None if unit_token is None else unit_token.latest
-        draws = NotedDraws()
+        draws = RecordedDraws()
         self.norms, number = [], (counter := frame().counter).count
         try:
             # A compiler would see the mode that notes draws, and compile anew.
@@ -276,7 +276,7 @@ class RepeatedCall:
             self.hook_mode = HookMode.UNHOOKED
         # Of a generator among its arguments: another call may draw of another one, so
         # each call looks again.
-        if drawn := draws.found:
+        if drawn := draws.states:
             self.states = [*self.states, *drawn]
         else:
             self.hook_modes[self.key] = self.hook_mode
@@ -348,7 +348,7 @@ class RepeatedCall:
         """Enters the casts and the random numbers of the first run."""
         if states := [*self.states, *self.python_states]:
             # After it they go on from where the backward found them.
-            stack.enter_context(generators_kept(g for g, _ in states))
+            stack.enter_context(generators_restored(g for g, _ in states))
             set_generators(states)
         for device in ("cpu", "cuda"):
             dtype = self.autocast_dtypes.get(device)

@@ -31,7 +31,7 @@ from fsfunc.core.reduction_hooks import (
 )
 from fsfunc.core.tracers import FirstCalls, signature
 from fsfunc.core.units import Call
-from fsfunc.runtime.host_copies import settle
+from fsfunc.runtime.host_copies import wait_for_copies
 from fsfunc.runtime.memory import pool_of
 from fsfunc.sharded.inputs import arguments, refuse
 from fsfunc.sharded.leaf import FlatShard, Parts, is_sharded
@@ -128,7 +128,7 @@ class Sharding(Interpretation):
                     out = f(*args, **keywords)
             except BaseException:
                 # Whoever catches it may write parameters on the host.
-                settle(failed=True)
+                wait_for_copies(failed=True)
                 raise
             runtime.gathers.close()
             if tracer is not None:

@@ -22,7 +22,7 @@ from fsfunc import _torch, tree
 from fsfunc._torch import operator_graphs
 from fsfunc.comm.mesh import maybe_here
 from fsfunc.core.frames import Transformed, frame
-from fsfunc.runtime.generators import one_number
+from fsfunc.runtime.generators import draw_number
 from fsfunc.sharded.donated import Donation
 from fsfunc.sharded.leaf import FlatShard, Sharded, is_sharded
 from fsfunc.sharded.plain_leaves import lay_leaf
@@ -202,8 +202,8 @@ class StepGraph:
         if donated is not None:
             self._copy_shared(tensors, donated)
         # Numbers that the step draws and does not use: generators go on as without.
-        for _ in range(self.trace.before.drawn):
-            one_number()
+        for _ in range(self.trace.before.unused_draws):
+            draw_number()
         with self.trace.claims.repeat_for([context for *_, context in comparisons]):
             for fn, i, rate in self.trace.asked:
                 rate.copy_(torch.as_tensor(fn(arguments.leaves[i])))

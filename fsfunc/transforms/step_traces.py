@@ -20,8 +20,8 @@ from fsfunc._torch import operator_graphs
 from fsfunc.comm.mesh import maybe_here
 from fsfunc.core.frames import Frame, Interpretation, frame, inside
 from fsfunc.core.tracers import FirstCalls, UnitCall
-from fsfunc.runtime.generators import drawn_elsewhere
-from fsfunc.runtime.scopes import BeforeRuns, in_graph
+from fsfunc.runtime.generators import watch_other_draws
+from fsfunc.runtime.scopes import RunPrologue, in_graph
 from fsfunc.sharded.donated import Everything
 from fsfunc.sharded.leaf import Sharded, is_sharded
 from fsfunc.sharded.placements import describe_tensor
@@ -79,7 +79,7 @@ class StepTrace:
     returned: Returned
 
     whole = True
-    before: BeforeRuns
+    before: RunPrologue
     claims: Claims
 
     def __init__(
@@ -95,7 +95,7 @@ class StepTrace:
         if not alike:
             self._run_for_shapes(f, arguments, donates)
         with self._without_data(f, arguments, donates) as (run, inputs):
-            has_drawn = drawn_elsewhere()
+            has_drawn = watch_other_draws()
             self.traced = operator_graphs.traced(run, inputs)
             if has_drawn():
                 raise RuntimeError(_DRAWS.format("Python's or numpy's"))
@@ -164,7 +164,7 @@ class StepTrace:
         positions = {id(x): i for i, x in tensors if isinstance(x, Tensor)}
         del self.shadow_leaves
         asked = []
-        for fn, (*first, leaf), rate in self.before.asked.values():
+        for fn, (*first, leaf), rate in self.before.values.values():
             if id(leaf) not in positions:
                 raise RuntimeError(_COMPUTED)
             asked.append((partial(fn, *first), positions[id(leaf)], rate))

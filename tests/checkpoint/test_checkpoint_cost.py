@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import fsfunc as ff
-from fsfunc.runtime.scopes import uncollected
+from fsfunc.runtime.scopes import gc_paused
 from tests.checkpoint.forging import text_of
 from tests.checkpoint.stacks import STACKS, abstract, made
 from tests.checkpoint.trees import on
@@ -173,7 +173,7 @@ def test_a_manifest_of_many_leaves_takes_little_more_than_its_json(tmp_path):
     text = (path / "fsfunc.json").read_text()
 
     def plain():
-        with uncollected():
+        with gc_paused():
             json.loads(text)
 
     assert len(ff.metadata(path).tensors) == 10_000

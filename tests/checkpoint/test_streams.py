@@ -34,19 +34,19 @@ class Streams(host_copies.CUDA):
     def current(self):
         return getattr(self.threads, "current", self.default)
 
-    def has(self, x):
+    def is_on_gpu(self, x):
         return True
 
     def crosses(self, out, x):
         return False
 
-    def stream(self, there):
+    def current_stream(self, there):
         return self.current
 
-    def end(self, stream):
+    def record_event(self, stream):
         return stream
 
-    def enter(self, stream):
+    def set_stream(self, stream):
         self.threads.current = stream
 
 
@@ -55,7 +55,7 @@ def side(monkeypatch):
     """The stream that this test's thread is in."""
     gpu, stream = Streams(), Stream()
     monkeypatch.setattr(host_copies, "GPU", gpu)
-    gpu.enter(stream)
+    gpu.set_stream(stream)
     stream.gpu = gpu
     return stream
 
@@ -95,10 +95,10 @@ def test_a_load_writes_in_the_callers_stream(tmp_path, side, monkeypatch, donate
 
 
 def test_streams_of_the_host_are_none():
-    assert host_copies.streams_of([torch.zeros(2)]) == []
-    assert host_copies.ends_of([torch.zeros(2)]) == []
+    assert host_copies.current_streams([torch.zeros(2)]) == []
+    assert host_copies.record_ends([torch.zeros(2)]) == []
 
 
 def test_each_device_has_one_stream_of_many_tensors(side):
     tensors = [torch.zeros(2), torch.ones(3), torch.zeros(2, device="meta")]
-    assert host_copies.streams_of(tensors) == [side, side]  # the CPU's, and meta's
+    assert host_copies.current_streams(tensors) == [side, side]  # the CPU's, and meta's

@@ -233,7 +233,8 @@ def test_a_context_of_the_caller_changes_nothing(context):
 def test_what_is_sent_is_contiguous_and_what_decode_may_write_is_copied():
     sent = []
     link = SimpleNamespace(
-        start=lambda op, x, where, **how: sent.append((x, how["spent"])), moves=True
+        start=lambda op, x, where, **how: sent.append((x, how["read_only"])),
+        moves_data=True,
     )
     where = RankGroup(("data",), (0, 1), 0, 0, link)
     x = torch.arange(8.0)

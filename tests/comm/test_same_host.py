@@ -104,7 +104,7 @@ def test_all_of_one_host_meet_and_those_without_a_door_do_not(monkeypatch):
 
 
 def test_those_of_two_users_send_by_gloo_and_say_so(monkeypatch):
-    monkeypatch.setattr(same_host, "_is_ours", lambda connection: False)
+    monkeypatch.setattr(same_host, "_is_same_user", lambda connection: False)
     began = time.monotonic()
     with pytest.warns(RuntimeWarning) as said:
         who, _ = met([same_host.Door(True) for _ in range(3)])
@@ -141,7 +141,7 @@ def test_a_stranger_is_sent_away_and_forgotten():
 
 def test_a_crowd_before_a_door_is_let_in(monkeypatch):
     """As many as it holds wait there, and others come all the time."""
-    monkeypatch.setattr(same_host, "_CROWD", 2)
+    monkeypatch.setattr(same_host, "_BACKLOG", 2)
     doors, over = [same_host.Door(True) for _ in range(2)], threading.Event()
     name = same_host.Address(*doors[0].address.split()).name
 
@@ -170,13 +170,13 @@ def test_a_crowd_before_a_door_is_let_in(monkeypatch):
 
 
 def test_a_door_that_stays_full_is_left_in_time(monkeypatch):
-    monkeypatch.setattr(same_host, "_CROWD", 0)
+    monkeypatch.setattr(same_host, "_BACKLOG", 0)
     monkeypatch.setattr(same_host, "_PATIENCE", 0.3)
     doors = [same_host.Door(True) for _ in range(2)]
     name = same_host.Address(*doors[0].address.split()).name
     first = socket.socket(socket.AF_UNIX)
     first.connect(f"\0fsfunc-{name}")
-    monkeypatch.setattr(same_host._Meeting, "admit", lambda self: time.sleep(0.01))
+    monkeypatch.setattr(same_host._Encounter, "admit", lambda self: time.sleep(0.01))
     began = time.monotonic()
     with pytest.warns(RuntimeWarning, match="temporarily unavailable") as said:
         assert met(doors)[0] == [set(), set()]

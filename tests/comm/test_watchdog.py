@@ -65,7 +65,7 @@ def test_of_who_does_not_answer_it_is_said_what_is_known(boxes):
     heard, rest = here.ask([1, 2], "where")
     assert 1 <= time.monotonic() - began < 3
     assert [*heard] == [0, 1] and rest[2].startswith("does not answer: its process")
-    here.seen[2] = GONE
+    here.known_states[2] = GONE
     assert here.ask([2], "where")[1] == {2: GONE}
     there.ends("raised ValueError: no")
     assert here.ask([1], "where")[0][1] == "asked where"  # it lives on, and answers
@@ -89,7 +89,7 @@ def test_what_a_stranger_leaves_is_not_heard(boxes):
     for data in STRANGE:
         there.outbox.queue_push("0", data)
         assert there.ask([0], "where")[0][0] == "asked where", data
-        assert here.thread.is_alive() and here.said.keys() <= {("is", 0), ("is", 1)}
+        assert here.thread.is_alive() and here.latest.keys() <= {("is", 0), ("is", 1)}
     word = mailboxes.parse(b"is 1 1\nruns \x1b[31m\x07\xc2\x9b\xff\n  on", 2)
     assert word.text == "runs ?[31m??\ufffd\n  on"  # nothing that a terminal obeys
 
@@ -200,7 +200,7 @@ def test_who_has_no_descriptor_left_blames_itself(monkeypatch, store):
     dog = Watchdog()
     error = dog.failed(recorded(dog.flight), 1, RuntimeError("gloo: closed"))
     assert error.rank == 0 and "Rank 0 itself: this process has no file" in str(error)
-    assert dog.flight.said.endswith("; it blames rank 0")
+    assert dog.flight.error_text.endswith("; it blames rank 0")
     dog.mailbox = Mailbox(store, 0, 2, dog._answer)
     dog.mailbox.put(mailboxes.Message("is", 1, mailboxes._ENDED, "raised ValueError"))
     try:
@@ -262,7 +262,7 @@ CANNOT = "cannot be asked: the store that rank 0 keeps has gone"
 )
 def test_who_gave_up_before_names_the_cause(states, other, blamed, says):
     states = {r: text for r, text in states.items() if r != 1}
-    found, text = watchdog._cause(states, 1, other)
+    found, text = watchdog._find_cause(states, 1, other)
     assert found == blamed and says in text, text
     assert text.startswith(f"Rank {blamed}") or not text
 
@@ -286,7 +286,7 @@ THERE = 'gave up #0 psum over "data", float64[3] at a.py:1: rank 0 did not come 
 def test_who_is_at_another_collective_than_most_is_named(states, other, says):
     record = recorded(FlightRecorder())
     record.ranks = (0, 1, 2, 3)
-    text = watchdog._elsewhere(states, record, 1, other)
+    text = watchdog._find_odd_rank(states, record, 1, other)
     assert text.startswith(says) and bool(text) == bool(says)
 
 
@@ -295,10 +295,10 @@ def test_what_follows_from_a_wait_in_vain_is_not_its_cause():
     dog = Watchdog()
     error = dog.failed(recorded(dog.flight), 1, RuntimeError("gloo: closed"))
     assert error.rank is None  # without a mailbox nobody else is heard
-    dog.raised(RuntimeError("this mesh is closed since PeerFailed in psum"))
+    dog.note_raised(RuntimeError("this mesh is closed since PeerFailed in psum"))
     assert dog.flight.state().startswith("gave up #0 psum")
     recorded(dog.flight)
-    dog.raised(ValueError("no such token"))
+    dog.note_raised(ValueError("no such token"))
     assert dog.flight.state().startswith("raised ValueError: no such token")
 
 

@@ -165,9 +165,9 @@ def test_the_values_do_not_depend_on_the_mesh(case, n, zero, blocks):
 
 def test_a_gpu_draws_many_numbers_by_one_call(monkeypatch):
     """And any range of them has the same bits, as it is drawn by the same calls."""
-    block = random_blocks.block_on(torch.device("cuda"))
-    assert block > 16 * random_blocks.block_on(torch.device("cpu"))
-    monkeypatch.setattr(random_blocks, "block_on", lambda device: block)
+    block = random_blocks.block_size(torch.device("cuda"))
+    assert block > 16 * random_blocks.block_size(torch.device("cpu"))
+    monkeypatch.setattr(random_blocks, "block_size", lambda device: block)
     sizes = []
 
     def fill(x, generator):

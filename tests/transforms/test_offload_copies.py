@@ -68,22 +68,22 @@ class Late(host_copies.CUDA):
             return False
         return space_of(out).offloaded is not space_of(x).offloaded
 
-    def here(self, out, x):
+    def host_and_device(self, out, x):
         return (out, x) if space_of(out).offloaded else (x, out)
 
-    def stream(self, there):
+    def current_stream(self, there):
         return self.current
 
-    def side(self, there):
+    def side_stream(self, there):
         return self.other
 
     @contextmanager
-    def inside(self, stream):
+    def in_stream(self, stream):
         before, self.current = self.current, stream
         yield
         self.current = before
 
-    def keep(self, there, stream):
+    def record_stream(self, there, stream):
         self.kept.append(stream.name)
 
     def is_pinned(self, host):
@@ -94,10 +94,10 @@ class Late(host_copies.CUDA):
         return self.pinned
 
     def unpin(self, address, device):
-        self.finish(device)
+        self.synchronize(device)
         self.unpinned.append(address)
 
-    def end(self, stream):
+    def record_event(self, stream):
         return Event(self, stream)
 
     @torch.no_grad()
@@ -132,7 +132,7 @@ class Late(host_copies.CUDA):
         for out, x in zip(outs, xs, strict=True):
             self.copy(out, x)
 
-    def finish(self, device):
+    def synchronize(self, device):
         self.finish_till(self.number)
 
     def finish_till(self, number):
@@ -159,7 +159,7 @@ def late(monkeypatch):
     gpu = Late()
     monkeypatch.setattr(host_copies, "GPU", gpu)
     yield gpu
-    assert not host_copies._OPEN and not gpu.raced
+    assert not host_copies._UNDER_WAY and not gpu.raced
 
 
 STEPS = [
@@ -221,7 +221,7 @@ def test_an_update_of_what_is_not_offloaded_is_one_kernel(late, monkeypatch):
     assert late.copies
     with pytest.raises(TypeError):
         trained(ADAM, chain(), *given, moments="host")
-    host_copies.settle()
+    host_copies.wait_for_copies()
 
 
 @pytest.mark.parametrize("how", ["new", "like", "put"])
@@ -240,7 +240,7 @@ def test_memory_of_a_pool_is_written_when_copies_of_it_are_over(late, how):
         room = home.new_empty(x, [4]) if how == "new" else home.empty_like(x, True)
         room.copy_(y)
     assert room.data_ptr() == at
-    host_copies.settle()
+    host_copies.wait_for_copies()
     assert torch.equal(room, y)
 
 
@@ -284,7 +284,7 @@ def test_a_pool_of_many_sizes_does_not_grow():
 
     for i in range(900):
         use(*[100 + i * 577 % 900] * 4)
-        assert sum(x[1] for x in store._spare) <= 2 * 4 * 4 * 1_000
+        assert sum(x[1] for x in store._pool) <= 2 * 4 * 4 * 1_000
     assert len(made) < 900 * 4 / 8
     for _ in range(3):
         use(*[100] * 40)
@@ -299,7 +299,7 @@ def test_what_waits_is_read_and_written_at_once(late):
     assert torch.equal(there, x)
     back = home.fetch(there, torch.bfloat16)
     there.zero_()
-    host_copies.settle()
+    host_copies.wait_for_copies()
     assert back.dtype == torch.bfloat16 and torch.equal(back.float(), x)
 
 
@@ -310,9 +310,9 @@ def test_a_mapped_file_is_kept_till_its_copy_is_over(late, tmp_path):
     alive = weakref.ref(_torch.storage(there))
     home.fetch(there, waits=False)
     del there
-    home.store._twin = home.store._spare = None
+    home.store._twin = home.store._pool = None
     assert alive() is not None
-    host_copies.settle()
+    host_copies.wait_for_copies()
     assert alive() is None
 
 
@@ -329,22 +329,22 @@ def test_a_copy_waits_for_one_of_the_same_memory_in_another_stream(late):
     home = Offloaded(HostMemory(), torch.device("cpu"))
     there = home.put(torch.arange(4.0), waits=False)
     assert late.said == []
-    with late.inside(late.other):
+    with late.in_stream(late.other):
         home.fetch(there, waits=False)
     assert late.said == ["side waits for a copy in main"]
     home.fetch(there, waits=False)
     assert late.said[1:] == ["main waits for a copy in side"]
-    host_copies.settle()
+    host_copies.wait_for_copies()
 
 
 def test_what_copies_are_over_is_forgotten(late):
     home = Offloaded(HostMemory(), torch.device("cpu"))
     kept = [home.put(torch.arange(4.0), waits=False) for _ in range(3)]
-    assert len(host_copies._OPEN) == 3
+    assert len(host_copies._UNDER_WAY) == 3
     host_copies.wait_for(kept[1])
     kept.append(home.put(torch.arange(4.0), waits=False))
-    assert len(host_copies._OPEN) == 2
-    host_copies.settle()
+    assert len(host_copies._UNDER_WAY) == 2
+    host_copies.wait_for_copies()
 
 
 def test_residuals_are_read_in_other_streams_when_they_are_there(late):
@@ -354,7 +354,7 @@ def test_residuals_are_read_in_other_streams_when_they_are_there(late):
     held = offloading._Held(torch.arange(64.0), store)
     first = held.here()
     assert late.said == []
-    with late.inside(late.other):
+    with late.in_stream(late.other):
         assert held.here() is first
     assert late.said == ["side waits for a copy in main"] and late.kept[-1] == "side"
 
@@ -383,8 +383,8 @@ def test_a_copy_that_fails_midway_is_waited_for(late, monkeypatch, how):
             host_copies.send_all(there.split(4), x.split(4), there)
         else:
             host_copies.send_ahead(x.double(), there)
-            host_copies.settle()
-    assert len(host_copies._OPEN) == 1
+            host_copies.wait_for_copies()
+    assert len(host_copies._UNDER_WAY) == 1
     assert how != "ahead" or late.said[1:] == ["main waits for side"]
 
     def lost(number):
@@ -393,15 +393,15 @@ def test_a_copy_that_fails_midway_is_waited_for(late, monkeypatch, how):
 
     monkeypatch.setattr(late, "finish_till", lost)
     with pytest.raises(RuntimeError, match="illegal"):
-        host_copies.settle()
-    host_copies.settle(failed=True)
+        host_copies.wait_for_copies()
+    host_copies.wait_for_copies(failed=True)
 
 
 def test_the_next_unit_comes_beside_this_one(late, monkeypatch):
     """Not into memory that kernels may be at, and nobody reads it too early."""
     given = layers(4, make=floats), floats(4, 4), simulated(1), ("shard", "offload")
     expected = trained(ADAM, chain(), *given)
-    monkeypatch.setattr(host_copies, "beside", lambda host, there: True)
+    monkeypatch.setattr(host_copies, "can_copy_beside", lambda host, there: True)
     found = trained(ADAM, chain(), *given, params="host")
     same(found[0][0], expected[0][0])
     sent, arrived = "side waits for main", "main waits for a copy in side"
@@ -416,7 +416,7 @@ def test_what_was_sent_ahead_and_is_not_read(late):
     home, room = Offloaded(HostMemory(), torch.device("cpu")), torch.empty(4)
     there = home.zeros(torch.arange(4.0), (4,))  # not copied by a stream
     coming = gathers._FetchAhead(room, host_copies.send_ahead(room, there))
-    with late.inside(late.other):
+    with late.in_stream(late.other):
         assert late.said == ["side waits for main"]
         del coming
     assert late.said[1:] == ["main waits for a copy in side"]
@@ -425,7 +425,7 @@ def test_what_was_sent_ahead_and_is_not_read(late):
     seen = len(late.said)
     del coming
     assert len(late.said) == seen and set(late.kept) == {"main"}
-    host_copies.settle()
+    host_copies.wait_for_copies()
 
 
 @pytest.fixture
@@ -452,7 +452,7 @@ def test_large_memory_is_pinned_as_it_is_and_used_again(late, pinned):
     assert z.untyped_storage().nbytes() == 18_000
     store.empty(5_000, torch.float32, torch.device("cuda:1"))
     assert len(pinned) == 3  # that one is another's
-    host_copies.settle()
+    host_copies.wait_for_copies()
 
 
 def test_no_more_pinned_memory_is_kept_than_is_used(late, pinned):
@@ -468,7 +468,7 @@ def test_no_more_pinned_memory_is_kept_than_is_used(late, pinned):
     del kept[:]
     assert sorted(late.unpinned) == sorted(at)
     assert len(memory_spaces._SPACES.facts) == spaces - 1
-    host_copies.settle()
+    host_copies.wait_for_copies()
 
 
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")

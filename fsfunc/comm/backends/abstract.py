@@ -29,7 +29,7 @@ from fsfunc.comm.ledgers import note
 from fsfunc.comm.linear_maps import LinearMap
 from fsfunc.comm.mesh import Here, Mesh, noting_axes_read, set_here
 from fsfunc.comm.operations import OPERATIONS
-from fsfunc.runtime.scopes import plainly
+from fsfunc.runtime.scopes import running_eagerly
 from fsfunc.tree.types import Leaf
 
 _INSTEAD = (
@@ -292,7 +292,7 @@ def naming_value_reads(reader: str, instead: str) -> Iterator[None]:
         RuntimeError: in place of torch's own error.
     """
     try:
-        with plainly():
+        with running_eagerly():
             yield
     except Exception as error:
         if not is_value_read(error):

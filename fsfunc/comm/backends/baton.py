@@ -109,7 +109,7 @@ class Meeting:
         current = torch.cuda.current_stream(result.device)
         if current == self.result_stream:
             return
-        current.wait_stream(self.result_stream)
+        current.wait_stream(self.result_stream)  # type: ignore[arg-type]
         result.record_stream(current)  # the others may drop it before it is copied
 
 

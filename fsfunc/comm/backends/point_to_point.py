@@ -1,8 +1,10 @@
 """Point-to-point transfers between processes, independent of their collectives.
 
-A transfer's tag has its number for the pair and direction, its shape and its dtype. To
-know without waiting that a send by gloo is over, the receiver answers each one with a
-byte, which the sender tests for; between processes of one host all sends are answered.
+A pipeline sends activations from stage to stage by `RankGroup.send` and ``receive``,
+which end here (`Transfers`). A transfer's tag has its number for the pair and
+direction, its shape and its dtype. To know without waiting that a send by gloo is over,
+the receiver answers each one with a byte, which the sender tests for; between processes
+of one host all sends are answered.
 
 NCCL has no tags, and matches what two ranks issue by order: so each direction has a
 group of its own. NCCL itself tells whether a send is over.
@@ -12,7 +14,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -29,6 +30,7 @@ from fsfunc.comm.backends.exchange import (
 from fsfunc.comm.backends.link import Handle, Signature, call_signature, digest
 from fsfunc.comm.backends.neighbours import Neighbours
 from fsfunc.comm.backends.process_groups import Groups
+from fsfunc.comm.groups import RankGroup
 from fsfunc.comm.watch.watchdog import FlightRecord, FlightRecorder
 
 
@@ -38,30 +40,34 @@ class Transfers:
     Args:
         groups: those of the collectives.
         checks: whether every transfer is compared, also within a compared program.
-        flight: where each is recorded.
+        flight: where each is recorded, for error reports.
     """
 
     def __init__(self, groups: Groups, checks: bool, flight: FlightRecorder) -> None:
         self.groups, self.checks, self.flight = groups, checks, flight
         self.near: Neighbours | None = None
         self.down = Groups(groups.timeout)  # for sends to lower indices
-        self.numbers: Counter[tuple[Any, ...]] = Counter()
-        self.open: list[_Sending] = []  # not answered yet
-        self.said: dict[tuple[Any, ...], Any] = {}  # the last answer to each
-        self.yes = torch.ones(1, dtype=torch.uint8, device="cpu")
+        # By ranks, source and target: transfers so far.
+        self.numbers: Counter[tuple[tuple[int, ...], int, int]] = Counter()
+        self.unanswered: list[_Sending] = []
+        # By ranks and sender: the last answer to it. Stored, as gloo reads its memory.
+        self.answers: dict[tuple[tuple[int, ...], int], dist.Work] = {}
+        self.received_byte = torch.ones(1, dtype=torch.uint8, device="cpu")
 
-    def connect(self, every: Sequence[tuple[int, ...]]) -> None:
+    def connect(self, rank_tuples: Sequence[tuple[int, ...]]) -> None:
         """Makes the groups of transfers on NCCL; all processes must call it alike.
 
         One group would have one order for both directions: two ranks that send to each
         other would wait for ever.
         """
-        for ranks in every if dist.get_backend() == "nccl" else ():
+        for ranks in rank_tuples if dist.get_backend() == "nccl" else ():
             if len(ranks) > 1:
                 self.down.make(ranks)
 
-    def _way(self, group: Any, source: int, to: int) -> tuple[Channel, int]:
-        """The channel, and the number, of the next transfer between two indices."""
+    def _next_transfer(
+        self, group: RankGroup, source: int, to: int
+    ) -> tuple[Channel, int]:
+        """Returns the channel and the number of the next transfer of two indices."""
         process_group = self.groups.get(group.ranks)
         if to < source:
             process_group = self.down.get(group.ranks) or process_group
@@ -72,73 +78,79 @@ class Transfers:
     def _headers(
         self,
         record: FlightRecord,
-        group: Any,
+        group: RankGroup,
         other: int,
         channel: Channel,
-        ways: tuple[int, int],
+        directions: tuple[int, int],
     ) -> Headers | None:
-        """This rank's header on its way to the index ``other``, where they compare."""
+        """Sends this rank's header to index ``other``, if transfers are compared."""
         compared = group.compared and not self.checks
         if dist.get_backend(channel.process_group) != "gloo" or compared:
             return None
-        return Headers(record, group, _digest(record.said), [other], channel, ways)
+        transfer_digest = _digest(record.signature)
+        return Headers(record, group, transfer_digest, [other], channel, directions)
 
-    def send(self, x: Tensor, group: Any, to: int, what: str) -> Handle:
-        """Sends ``x`` to index ``to`` of ``group``; empty tensors stay at home."""
-        channel, number = self._way(group, group.index, to)
-        said = call_signature("send", {}, group.axis, x, what)
-        record = self.flight.begin(said, group, number)
+    def send(self, x: Tensor, group: RankGroup, to: int, name: str) -> Handle:
+        """Sends ``x`` to index ``to`` of ``group``; of an empty tensor nothing."""
+        channel, number = self._next_transfer(group, group.index, to)
+        signature = call_signature("send", {}, group.axis, x, name)
+        record = self.flight.begin(signature, group, number)
         headers = self._headers(record, group, to, channel, (1, 2))
         target, process_group = group.ranks[to], channel.process_group
         works: list[Work] = []
         received: Callable[[], bool] = lambda: True  # noqa: E731
-        answers = False
+        by_byte = False  # whether the receiver answers by a byte
         if x.numel() and dist.get_backend(process_group) == "gloo":
-            digest = _digest(said)
-            self.open = [sent for sent in self.open if not _answered(sent)]
-            if answers := target not in channel.by_rank:
+            digest = _digest(signature)
+            self.unanswered = [s for s in self.unanswered if not _is_answered(s)]
+            # Posted before the send: the receiver may answer at once.
+            if by_byte := target not in channel.by_rank:
                 received = _Answer(target, process_group, tag(ANSWER, number, digest))
-            under = tag(TRANSFER, number, digest)
-            works = [channel.send(x, target, under, answered=True)]
+            data_tag = tag(TRANSFER, number, digest)
+            works = [channel.send(x, target, data_tag, answered=True)]
         elif x.numel():
-            works = [channel.send(x, target, 0)]
-        if works and not answers:
+            works = [channel.send(x, target, 0)]  # NCCL has no tags
+        if works and not by_byte:
             received = works[0][1].is_completed
         nothing: Callable[[], Tensor] = lambda: torch.empty(0, device="cpu")  # noqa: E731
-        sent = _Sending(works, nothing, x, record, group, headers)
-        sent.received = received
-        if answers:
-            self.open.append(sent)
-        return sent
+        sending = _Sending(works, nothing, x, record, group, headers)
+        sending.received = received
+        # Stored until the answer, even if the caller drops it: the answer is received
+        # into its memory.
+        if by_byte:
+            self.unanswered.append(sending)
+        return sending
 
-    def receive(self, into: Tensor, group: Any, source: int, what: str) -> Handle:
+    def receive(self, into: Tensor, group: RankGroup, source: int, name: str) -> Handle:
         """Receives into ``into`` from index ``source`` of ``group``."""
-        channel, number = self._way(group, source, group.index)
-        said = call_signature("receive", {}, group.axis, into, what)
-        record = self.flight.begin(said, group, number)
+        channel, number = self._next_transfer(group, source, group.index)
+        signature = call_signature("receive", {}, group.axis, into, name)
+        record = self.flight.begin(signature, group, number)
         headers = self._headers(record, group, source, channel, (2, 1))
-        origin, digest, process_group = (
+        sender, digest, process_group = (
             group.ranks[source],
-            _digest(said),
+            _digest(signature),
             channel.process_group,
         )
 
-        def answered() -> Tensor:
+        def answer_by_byte() -> Tensor:
             # The sender posted the receive before it sent, so this waits only shortly.
-            if (last := self.said.get((group.ranks, origin))) is not None:
-                last.wait()
-            under = tag(ANSWER, number, digest)
-            answer = by_gloo(dist.isend, self.yes, origin, process_group, under)
-            self.said[group.ranks, origin] = answer
+            if (last_answer := self.answers.get((group.ranks, sender))) is not None:
+                last_answer.wait()
+            answer_tag = tag(ANSWER, number, digest)
+            answer = by_gloo(
+                dist.isend, self.received_byte, sender, process_group, answer_tag
+            )
+            self.answers[group.ranks, sender] = answer
             return into
 
         works: list[Work] = []
         finish: Callable[[], Tensor] = lambda: into  # noqa: E731
         if into.numel() and dist.get_backend(process_group) == "gloo":
-            works = [channel.receive(into, origin, tag(TRANSFER, number, digest))]
-            finish = finish if origin in channel.by_rank else answered
+            works = [channel.receive(into, sender, tag(TRANSFER, number, digest))]
+            finish = finish if sender in channel.by_rank else answer_by_byte
         elif into.numel():
-            works = [channel.receive(into, origin, 0)]
+            works = [channel.receive(into, sender, 0)]
         return Exchange(works, finish, into, record, group, headers)
 
 
@@ -154,23 +166,28 @@ class _Sending(Exchange):
 
 
 class _Answer:
-    """The byte that says that a send has been received."""
+    """The byte that tells that a send has been received; called, whether it has."""
 
-    def __init__(self, source: int, process_group: Any, tag: int):
+    def __init__(
+        self, source: int, process_group: dist.ProcessGroup | None, answer_tag: int
+    ):
         self.byte = torch.zeros(1, dtype=torch.uint8, device="cpu")
-        self.work: Any = by_gloo(dist.irecv, self.byte, source, process_group, tag)
+        self.work: dist.Work | None = by_gloo(
+            dist.irecv, self.byte, source, process_group, answer_tag
+        )
 
     def __call__(self) -> bool:
+        # The byte itself is read: gloo's work does not tell without a wait.
         if self.work is not None and self.byte.item():
             self.work.wait()
             self.work = None
         return self.work is None
 
 
-def _answered(sent: _Sending) -> bool:
-    return sent.received() and sent.done()
+def _is_answered(sending: _Sending) -> bool:
+    return sending.received() and sending.done()
 
 
-def _digest(said: Signature) -> bytes:
-    """The same one for a send and for its receive."""
-    return digest(("transfer", *said[1:]))
+def _digest(signature: Signature) -> bytes:
+    """Returns a digest that is the same for a send and for its receive."""
+    return digest(("transfer", *signature[1:]))

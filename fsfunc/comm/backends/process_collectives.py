@@ -94,25 +94,27 @@ def _issue(
     group: RankGroup,
     out: Tensor | None,
     process_group: dist.ProcessGroup | None,
-    **kwargs,
+    **kwargs: Any,
 ) -> tuple[list[dist.Work], Tensor]:
     """Starts a collective; returns its works, and the tensor that its result fills."""
+    work: Any  # a Work, as the calls are asynchronous: torch's types have None too
     if (fold := operation.fold) is not None and operation.all_reduces:
         y = x.clone() if out is None else out.copy_(x)  # torch reduces in place
         reduce_op = getattr(dist.ReduceOp, fold.name)
-        return [dist.all_reduce(y, reduce_op, group=process_group, async_op=True)], y
+        work = dist.all_reduce(y, reduce_op, group=process_group, async_op=True)
+        return [work], y
     n, i = group.size, group.index
     shape = operation.result_shape(x.shape, n, i, **kwargs)
     y = x.new_empty(shape) if out is None else out
     if operation.fold is not None:
         reduce_op = getattr(dist.ReduceOp, operation.fold.name)
-        return [
-            reduce_scatter_single(
-                y, x, op=reduce_op, group=process_group, async_op=True
-            )
-        ], y
+        work = reduce_scatter_single(
+            y, x, op=reduce_op, group=process_group, async_op=True
+        )
+        return [work], y
     if operation.native is not None:
-        return [operation.native(y, x, group, process_group, **kwargs)], y
+        work = operation.native(y, x, group, process_group, **kwargs)
+        return [work], y
     route = operation.route(x, y, n, i, **kwargs)
     calls = [
         dist.P2POp(start, t, group.ranks[r], process_group)
@@ -149,7 +151,7 @@ class Pairs:
         self.group = group
         self.n, self.me, self.ranks = group.size, group.index, group.ranks
         self.record, self.channel, self.pool = record, channel, pool
-        self.digest, self.read_only = digest(record.said), read_only
+        self.digest, self.read_only = digest(record.signature), read_only
         self.others = [r for r in range(self.n) if r != self.me]
         self.headers: Headers | None = None
         if not compared:

@@ -1,5 +1,8 @@
 """The process groups of a mesh: their rendezvous, closing, and end.
 
+``processes.connect`` lets the ranks meet in a store (`meet`), and a link makes and asks
+for torch's groups here (`Groups`).
+
 A store for one attempt. torchrun may give restarted workers the store that those before
 them wrote to (torch 2.13 does, unless TORCH_DISABLE_SHARE_RDZV_TCP_STORE is 1), with
 the old addresses of gloo or NCCL. So the ranks first agree on a new prefix.
@@ -7,13 +10,12 @@ the old addresses of gloo or NCCL. So the ranks first agree on a new prefix.
 A group is closed after an error, as ranks may then be at different collectives, and a
 tag is used again after 4,096 of them.
 
-Groups belong to torch. A group has threads. If a mesh kept one alive beyond
-`destroy_process_group`, a thread would free a tensor while Python ends, which ends the
-process by SIGABRT.
+Groups belong to torch, and are referred to weakly. A group has threads. If a mesh kept
+one alive beyond `destroy_process_group`, a thread would free a tensor while Python
+ends, which ends the process by SIGABRT.
 
-A call to torch's store sends a question and reads the answer, without a limit where the
-process that keeps the store is stopped: so it is made in a thread, and waited for no
-longer than is said.
+A call to torch's store sends a question and reads the answer, and waits for ever if the
+process that has the store is stopped: so it is made in a thread, with a limit.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -40,11 +42,11 @@ from fsfunc.comm.watch.watchdog import NO_DESCRIPTOR, out_of_descriptors
 _T = TypeVar("_T")
 ANSWERS = 5.0  # seconds for a store to answer after all that it waits for
 _LAST = 0.5  # seconds for rank 0, which has the store, to tell the others who is late
-_LAUNCHED = timedelta(minutes=5)  # in which all that were started at once have come
+_LAUNCHED = timedelta(minutes=5)  # in which all that torchrun starts at once have come
 
 
-def meet(rank: int, size: int, timeout: timedelta | None) -> Any:
-    """The store of the processes of this attempt, once all have joined.
+def meet(rank: int, size: int, timeout: timedelta | None) -> dist.Store:
+    """Returns the store of the processes of this attempt, once all have joined.
 
     It is that of torchrun's agent, else one that rank 0 has.
 
@@ -61,26 +63,31 @@ def meet(rank: int, size: int, timeout: timedelta | None) -> Any:
     launched = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     limit = timeout or (_LAUNCHED if launched else dist.default_pg_timeout)
     limit = max(limit, _LAUNCHED) if launched else limit
-    at = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    keeps, seconds = rank == 0 and not launched, limit.total_seconds()
-    asked = partial(ask_store, rank, size, limit)
+    address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    is_server, seconds = rank == 0 and not launched, limit.total_seconds()
+    ask = partial(ask_store, rank, size, limit)
 
-    def store() -> Any:
-        if at not in _STORES:
-            _STORES[at] = dist.TCPStore(
-                *at, size, keeps, limit, wait_for_workers=False, multi_tenant=True
+    def make_store() -> dist.Store:
+        if address not in _STORES:
+            _STORES[address] = dist.TCPStore(
+                *address,
+                size,
+                is_server,
+                limit,
+                wait_for_workers=False,
+                multi_tenant=True,
             )
-        return _STORES[at]
+        return _STORES[address]
 
-    found = asked(store)
-    return asked(lambda: fresh(found, rank, size, seconds))
+    store = ask(make_store)
+    return ask(lambda: fresh(store, rank, size, seconds))
 
 
-def ask_store(rank: int, size: int, limit: timedelta, call: Callable[[], Any]) -> Any:
-    """``call()``, which asks the store in which the ranks meet.
+def ask_store(rank: int, size: int, limit: timedelta, call: Callable[[], _T]) -> _T:
+    """Returns ``call()``, which asks the store in which the ranks meet.
 
     Raises:
-        TimeoutError: the store does not answer, or has gone; names who keeps it.
+        TimeoutError: the store does not answer, or has gone; names who has it.
     """
     launched = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     try:
@@ -90,21 +97,21 @@ def ask_store(rank: int, size: int, limit: timedelta, call: Callable[[], Any]) -
             raise OSError(errno.EMFILE, f"rank {rank}: {NO_DESCRIPTOR}") from error
         if rank == 0 and not launched:
             raise
-        whom = "the launcher" if launched else "rank 0"
-        silent = isinstance(error, Unanswered)
-        what = "is stopped, or out of reach" if silent else "has gone"
-        at = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+        owner = "the launcher" if launched else "rank 0"
+        is_silent = isinstance(error, Unanswered)
+        state = "is stopped, or out of reach" if is_silent else "has gone"
+        address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
         raise TimeoutError(
-            f"{whom} did not join rank {rank} of {size}, or {what}; it keeps the "
-            f"store at {at}: {str(error).splitlines()[0]}"
+            f"{owner} did not join rank {rank} of {size}, or {state}; it keeps the "
+            f"store at {address}: {str(error).splitlines()[0]}"
         ) from error
 
 
-_STORES: dict[tuple[str, int], Any] = {}  # by address; as long as this process
+_STORES: dict[tuple[str, int], dist.Store] = {}  # by address; as long as this process
 
 
-def fresh(store: Any, rank: int, size: int, patience: float) -> Any:
-    """``store`` under a prefix that only the ranks of this attempt know.
+def fresh(store: dist.Store, rank: int, size: int, patience: float) -> dist.Store:
+    """Returns ``store`` under a prefix that only the ranks of this attempt know.
 
     Each rank writes a random number; rank 0 lists those that it finds, until every rank
     has confirmed its own number in that list. Numbers of an earlier attempt are never
@@ -115,40 +122,43 @@ def fresh(store: Any, rank: int, size: int, patience: float) -> Any:
 
     Cost: a few messages to the store.
     """
-    mine, limit = uuid.uuid4().hex, time.monotonic() + patience
-    store.set(f"here/{rank}", mine)
+    own_number, deadline = uuid.uuid4().hex, time.monotonic() + patience
+    store.set(f"here/{rank}", own_number)
 
     def read(key: str) -> str:
         return store.get(key).decode() if store.check([key]) else ""
 
-    def late() -> str:
-        if mine not in found.split(","):
+    def name_late_ranks() -> str:
+        if own_number not in numbers.split(","):
             return "rank 0"  # or it would have listed this rank
-        names = (f"rank {r}" for r in range(size) if read(f"seen/{r}") != found)
-        said = ", ".join(names)
+        late = ", ".join(
+            f"rank {r}" for r in range(size) if read(f"seen/{r}") != numbers
+        )
         if rank == 0:
-            store.set("late", f"{found}\n{said}")
+            store.set("late", f"{numbers}\n{late}")
             time.sleep(_LAST)
-        return said
+        return late
 
-    said = ""
-    while not said:
+    late_ranks = ""
+    while not late_ranks:
         if rank == 0:
             store.set("list", ",".join(read(f"here/{r}") for r in range(size)))
-        found = read("list")
-        if mine in found.split(","):
-            store.set(f"seen/{rank}", found)
-            if rank == 0 and all(read(f"seen/{r}") == found for r in range(size)):
-                store.set("agreed", found)
-            if read("agreed") == found:
-                name = uuid.uuid5(uuid.NAMESPACE_OID, found)
+        numbers = read("list")
+        if own_number in numbers.split(","):
+            store.set(f"seen/{rank}", numbers)
+            if rank == 0 and all(read(f"seen/{r}") == numbers for r in range(size)):
+                store.set("agreed", numbers)
+            if read("agreed") == numbers:
+                name = uuid.uuid5(uuid.NAMESPACE_OID, numbers)
                 return dist.PrefixStore(f"attempt/{name}", store)
-            of, _, names = read("late").partition("\n")
-            said = names if of == found else ""
-        if time.monotonic() > limit:
-            said = said or late()
+            late_numbers, _, names = read("late").partition("\n")
+            late_ranks = names if late_numbers == numbers else ""  # of this attempt
+        if time.monotonic() > deadline:
+            late_ranks = late_ranks or name_late_ranks()
         time.sleep(0.01)
-    raise TimeoutError(f"{said} did not join rank {rank} of {size} in {patience:.0f} s")
+    raise TimeoutError(
+        f"{late_ranks} did not join rank {rank} of {size} in {patience:.0f} s"
+    )
 
 
 class _MeshGroup:
@@ -157,23 +167,26 @@ class _MeshGroup:
     ``get()`` returns it, or None; once it is closed, it raises.
     """
 
-    def __init__(self, group: Any):
-        self.get: Callable[[], Any] = lambda: None
+    def __init__(self, group: dist.ProcessGroup | None):
+        self.get: Callable[[], dist.ProcessGroup | None] = lambda: None
         if group is not None:
             self.get = weakref.ref(group)
-        self.closed = ""
+        self.reason = ""  # why it is closed
         _GROUPS.add(self)
 
     def close(self, why: str) -> None:
-        def closed() -> Any:
-            raise RuntimeError(self.closed)
+        def refuse() -> NoReturn:
+            raise RuntimeError(self.reason)
 
-        self.closed = self.closed or why
-        self.get = closed
+        self.reason = self.reason or why
+        self.get = refuse
 
 
 _GROUPS: weakref.WeakSet[_MeshGroup] = weakref.WeakSet()  # all of this process
-_WORLD: weakref.WeakKeyDictionary[Any, _MeshGroup] = weakref.WeakKeyDictionary()
+# That of all ranks, by torch's: meshes share it, and an error on one closes it for all.
+_WORLD: weakref.WeakKeyDictionary[dist.ProcessGroup, _MeshGroup] = (
+    weakref.WeakKeyDictionary()
+)
 
 
 class Groups:
@@ -181,11 +194,11 @@ class Groups:
 
     Args:
         timeout: how long they wait for a rank. None: as long as the group of all
-            ranks, whose own timeout torch gives to no other group.
+            ranks; torch gives that group's timeout to no other group by itself.
     """
 
     def __init__(self, timeout: timedelta | None = None) -> None:
-        self._found: dict[tuple[int, ...], _MeshGroup] = {}
+        self._by_ranks: dict[tuple[int, ...], _MeshGroup] = {}
         self.timeout = timeout or _torch.group_timeout(dist.group.WORLD)
 
     def use_world(self) -> Groups:
@@ -194,36 +207,37 @@ class Groups:
         Raises:
             RuntimeError: an error of another mesh has closed it.
         """
-        world = dist.group.WORLD
+        world: Any = dist.group.WORLD
         group = _WORLD.setdefault(world, _MeshGroup(world))
         group.get()
         if self.timeout == _torch.group_timeout(world):
-            self._found[tuple(range(dist.get_world_size()))] = group
+            self._by_ranks[tuple(range(dist.get_world_size()))] = group
         return self
 
     def make(self, ranks: tuple[int, ...], **options: Any) -> None:
         """Makes the group of ``ranks``, once; all processes must call it alike."""
-        if ranks not in self._found:
+        if ranks not in self._by_ranks:
             make = partial(dist.new_group, list(ranks), self.timeout, **options)
-            # Without a limit there is none to wait for, as in torch's fake groups.
+            # torch's fake groups have no timeout, and nothing to wait for.
             limit = self.timeout
             group: Any = (
                 make()
                 if limit is None
                 else within(limit.total_seconds() + ANSWERS, make)
             )
-            mine = dist.get_rank() in ranks  # others get a mark, and never ask for it
-            self._found[ranks] = _MeshGroup(group if mine else None)
+            # To ranks outside of it torch gives a marker, not a group.
+            is_member = dist.get_rank() in ranks
+            self._by_ranks[ranks] = _MeshGroup(group if is_member else None)
 
-    def get(self, ranks: tuple[int, ...]) -> Any:
-        """The group of ``ranks``, which this rank is one of; None where none was made.
+    def get(self, ranks: tuple[int, ...]) -> dist.ProcessGroup | None:
+        """Returns the group of ``ranks``, with this rank in it; None if none was made.
 
         Raises:
             RuntimeError: it was destroyed, or is closed.
         """
-        if ranks not in self._found:
+        if ranks not in self._by_ranks:
             return None
-        group = self._found[ranks].get()
+        group = self._by_ranks[ranks].get()
         if group is None or not dist.is_initialized():
             raise RuntimeError(
                 f"the process group of ranks {list(ranks)} is gone "
@@ -232,15 +246,15 @@ class Groups:
         return group
 
     def close(self, why: str) -> None:
-        """Has all that comes after raise, unless another error has closed it."""
-        for group in self._found.values():
+        """Has all later collectives raise, unless an earlier error has closed them."""
+        for group in self._by_ranks.values():
             group.close(why)
 
 
-def _in_a_fork() -> None:
-    """Has a fork refuse collectives and free no group: it would wait for ever.
+def _close_in_fork() -> None:
+    """Has a fork refuse collectives and free no group.
 
-    Threads of gloo's are its parent's alone.
+    A fork has none of gloo's threads, and would wait for them for ever.
     """
     if not dist.is_initialized():
         return
@@ -254,39 +268,42 @@ def _in_a_fork() -> None:
     _torch.keep_process_groups()
 
 
-os.register_at_fork(after_in_child=_in_a_fork)
+os.register_at_fork(after_in_child=_close_in_fork)
 
 
-def hang_up(group: Any, others: Sequence[int]) -> None:
+def hang_up(group: dist.ProcessGroup, others: Sequence[int]) -> None:
     """Ends every wait of this process in a gloo group, from another thread.
 
     Gloo has no call for that. But a wait that times out closes the connections of its
-    group, which ends all other waits: so this makes one. It does for each of the
-    ``others``, as a wait for a rank that has ended returns at once.
+    group, which ends all other waits: so this makes a wait that does. One for each of
+    the ``others``, as a wait for a rank that has ended returns at once, and closes
+    none.
     """
-    nobodys = 2**31 - 1  # a tag that is never sent
+    unused_tag = 2**31 - 1  # nothing is ever sent under it
     for other in others if dist.get_backend(group) == "gloo" else ():
         try:
-            work: Any = dist.irecv(torch.zeros(1, device="cpu"), other, group, nobodys)
+            byte = torch.zeros(1, device="cpu")
+            work: Any = dist.irecv(byte, other, group, unused_tag)
             work.wait(timedelta(milliseconds=1))
         except RuntimeError:
             pass
 
 
 def is_of_others(error: BaseException) -> bool:
-    """True if it says that another rank does not come, as groups are made.
+    """Returns whether an error in making groups says that another rank does not come.
 
-    Others are this process's own, such as that it can have no more descriptors.
+    Else it is this process's own, such as that it can have no more descriptors.
     """
     text, others = str(error), (dist.DistError, TimeoutError)
-    return isinstance(error, others) or any(said in text for said in _OTHERS)
+    return isinstance(error, others) or any(part in text for part in _OTHERS)
 
 
+# In gloo's and NCCL's messages, without their first letters: either case occurs.
 _OTHERS = ("imed out", "imeout", "onnection closed", "onnection reset", "onnect failed")
 
 
 def is_torn(error: RuntimeError) -> bool:
-    """True if it says that a connection is closed."""
+    """Returns whether an error says that a connection is closed."""
     text = str(error)
     return isinstance(error, Disconnected) or "gloo" in text or "pair closure" in text
 
@@ -296,7 +313,7 @@ class Unanswered(TimeoutError):
 
 
 def within(seconds: float, call: Callable[[], _T]) -> _T:
-    """``call()``, made in a thread of its own.
+    """Returns ``call()``, made in a thread of its own.
 
     Raises:
         Unanswered: it takes longer; nothing can end it, so it goes on in that thread.
@@ -327,4 +344,6 @@ def within(seconds: float, call: Callable[[], _T]) -> _T:
             raise errors[0]
         return results[0]
     finally:
-        errors.clear()  # its traceback holds this frame
+        # The error's traceback refers to this frame: a circle would delay the freeing
+        # of its tensors until the collector runs.
+        errors.clear()

@@ -1,6 +1,7 @@
 """Real processes over torch.distributed: NCCL where there are GPUs, gloo elsewhere.
 
-On the CPU, processes of one host exchange messages through memory that they share (see
+``make_mesh`` calls `connect` in each process, which returns its `ProcessLink`. On the
+CPU, processes of one host exchange messages through memory that they share (see
 ``neighbours``), and processes of two hosts by gloo.
 
 What ranks compare. A collective outside transformed functions (called by hand, by
@@ -27,7 +28,7 @@ import os
 import time
 import weakref
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -40,8 +41,9 @@ from fsfunc import _torch
 from fsfunc._torch.versions import all_gather_single
 from fsfunc.comm.attribution import current_label, source_line
 from fsfunc.comm.backends.channels import Channel
-from fsfunc.comm.backends.exchange import Exchange, compare_gathered, packed
+from fsfunc.comm.backends.exchange import Exchange, compare_gathered, pack_header
 from fsfunc.comm.backends.link import (
+    CollectiveCall,
     CollectiveMismatch,
     Handle,
     Link,
@@ -65,6 +67,7 @@ from fsfunc.comm.backends.process_groups import (
 )
 from fsfunc.comm.backends.same_host import Door
 from fsfunc.comm.groups import RankGroup
+from fsfunc.comm.mesh import Mesh
 from fsfunc.comm.operations import OPERATIONS
 from fsfunc.comm.watch.watchdog import FlightRecord, patience_of, the_watchdog
 from fsfunc.runtime.memory import BufferPool
@@ -80,63 +83,68 @@ class ProcessLink(Link):
 
     def __init__(self, axes: Sequence[str], timeout: timedelta | None = None) -> None:
         self.rank, ranks = dist.get_rank(), tuple(range(dist.get_world_size()))
-        self.whole = RankGroup(tuple(axes), ranks, self.rank, self.rank, None)
+        self.world = _unlinked_group(axes, ranks, self.rank)
         self.pool = BufferPool()  # for what transforms send
         self.results = BufferPool()
         self.near: Neighbours | None = None  # the processes of this host
         self.fake = dist.get_backend() == "fake"  # torch's backend that sends nothing
-        self.paired = not self.fake  # tensors on the CPU
+        self.paired = not self.fake  # whether CPU tensors are sent pair by pair
         self.device = "cuda" if dist.get_backend() == "nccl" else "cpu"
         self.checks = checks_every_call()
-        self.issued: Counter[tuple[int, ...]] = Counter()
-        self.used: dict[tuple[int, ...], Any] = {}  # where collectives were issued
+        self.issued: Counter[tuple[int, ...]] = Counter()  # collectives, by ranks
+        self.used: dict[tuple[int, ...], RankGroup] = {}  # groups that issued any
         self.groups = Groups(timeout).use_world()
         self.patience = patience_of(self.groups.timeout)
         if self.groups.timeout is not None:
             self.timeout = self.groups.timeout.total_seconds()
         self.watchdog = the_watchdog()
         if dist.get_world_size() > 1 and not self.fake:
-            store = _MET_IN.get(dist.group.WORLD) or _torch.default_store()
+            store = _STORE_OF.get(dist.group.WORLD) or _torch.default_store()
             self.watchdog.join(self.rank, dist.get_world_size(), store)
         self.flight, self.board = self.watchdog.flight, self.watchdog.mailbox
         self.dropped: list[Exchange] = []  # before they were over
         self.transfers = Transfers(self.groups, self.checks, self.flight)
 
-    def meets(self, near: Neighbours | None) -> None:
-        """Takes the processes of this host, for as long as torch has its group."""
+    def use_neighbours(self, near: Neighbours | None) -> None:
+        """Uses the processes of this host, until torch drops its group."""
         self.near = self.transfers.near = near
         if near is not None:
             self.pool = near.pool
-            near.close_with(dist.group.WORLD)
+            near.close_with(dist.group.WORLD)  # type: ignore[arg-type]
 
-    def connect(self, every: Sequence[tuple[int, ...]]) -> None:
+    def connect(self, rank_tuples: Sequence[tuple[int, ...]]) -> None:
         """Makes the c10d group of each rank tuple; all processes call this alike."""
-        groups = []
-        for ranks in every:
-            # Pairs of ranks have no order, and NCCL's own collectives have one.
-            unlike = list(ranks) != sorted(ranks) and dist.get_backend() != "gloo"
-            order: Any = {"sort_ranks": False} if unlike else {}
+        make_groups = []
+        for ranks in rank_tuples:
+            # NCCL's own collectives join results in the order of the group's ranks,
+            # which torch sorts. Messages pair by pair are by index along the axis.
+            unsorted = list(ranks) != sorted(ranks) and dist.get_backend() != "gloo"
+            order: Any = {"sort_ranks": False} if unsorted else {}
             if len(ranks) > 1:
-                groups.append(partial(self.groups.make, ranks, **order))
+                make_groups.append(partial(self.groups.make, ranks, **order))
 
         def make() -> None:
-            for make_group in groups:
+            for make_group in make_groups:
                 make_group()
-            self.transfers.connect(every)
+            self.transfers.connect(rank_tuples)
 
-        _joined(self.whole, make)
+        _make_groups(self.world, make)
 
-    def for_mesh(self, mesh: Any) -> Any:
+    def for_mesh(self, mesh: Mesh) -> Link:
         return mesh.link or self  # which has the groups of its own axes
 
-    def send(self, x: Tensor, group: Any, to: int, what: str = "") -> Handle:
-        return self._told(self.transfers.send, x, group, to, what)
+    def send(self, x: Tensor, group: RankGroup, to: int, name: str = "") -> Handle:
+        return self._issue_or_close(self.transfers.send, x, group, to, name)
 
-    def receive(self, like: Tensor, group: Any, source: int, what: str = "") -> Handle:
-        return self._told(self.transfers.receive, like, group, source, what)
+    def receive(
+        self, like: Tensor, group: RankGroup, source: int, name: str = ""
+    ) -> Handle:
+        return self._issue_or_close(self.transfers.receive, like, group, source, name)
 
-    def _told(self, issue: Callable[..., Handle], *args: Any, **kwargs: Any) -> Handle:
-        """The handle that ``issue`` returns; names the failed rank where it cannot."""
+    def _issue_or_close(
+        self, issue: Callable[..., Handle], *args: Any, **kwargs: Any
+    ) -> Handle:
+        """Returns what ``issue`` does; an error closes the mesh, and names the rank."""
         try:
             return issue(*args, **kwargs)
         except PeerFailed:
@@ -151,16 +159,16 @@ class ProcessLink(Link):
             if isinstance(error, CollectiveMismatch):
                 self.close(record.call, error)
             raise
-        except KeyboardInterrupt as error:  # who knows what is on its way
+        except KeyboardInterrupt as error:  # some of its messages may have been sent
             self.close(self.flight.records[-1].call, error)
             raise
 
-    def close(self, what: Any, error: BaseException) -> None:
-        says = f". It says: {str(error)[:1000]}" if str(error) else ""
+    def close(self, call: CollectiveCall | str, error: BaseException) -> None:
+        message = f". It says: {str(error)[:1000]}" if str(error) else ""
         why = (
-            f"this mesh is closed since {type(error).__name__} in {what}, as its ranks "
+            f"this mesh is closed since {type(error).__name__} in {call}, as its ranks "
             "may be at different places; to go on, call torch.distributed."
-            f"destroy_process_group() and ff.make_mesh on each{says}"
+            f"destroy_process_group() and ff.make_mesh on each{message}"
         )
         self.groups.close(why)
         self.transfers.down.close(why)
@@ -168,16 +176,16 @@ class ProcessLink(Link):
             if other.link() is self and not other.ended:
                 other.failed = True
 
-    def _take_in(self) -> None:
+    def _finish_dropped(self) -> None:
         """Waits for what an error, or a caller, dropped while it was under way."""
         while self.dropped:
-            first = min(self.dropped, key=lambda exchange: exchange.record.begun)
-            first.wait()
-            self.dropped.remove(first)
+            oldest = min(self.dropped, key=lambda exchange: exchange.record.begun)
+            oldest.wait()
+            self.dropped.remove(oldest)
 
-    def raised(self, error: BaseException) -> None:
+    def note_raised(self, error: BaseException) -> None:
         """Notes that ``error`` left the program of this rank: others may ask."""
-        self.watchdog.raised(error)
+        self.watchdog.note_raised(error)
 
     def end(self) -> None:
         """Compares that all ranks have ended, under ``FSFUNC_CHECK=1``.
@@ -186,15 +194,15 @@ class ProcessLink(Link):
         others would raise.
         """
         if self.checks and self.paired and self.device == "cpu":
-            for group in list(self.used.values()):
+            for group in list(self.used.values()):  # "end" meets another's collective
                 self.start("end", torch.empty(0, device="cpu"), group).wait()
 
     def gone(self) -> list[int]:
-        """The ranks of this host that have closed their connections."""
+        """Returns the ranks of this host that have closed their connections."""
         return [] if self.near is None else self.near.gone()
 
     def hang_up(self, ranks: tuple[int, ...]) -> None:
-        """Wakes this process where it waits for those of ``ranks`` that are gone."""
+        """Ends this process's waits for ``ranks``, one of which has gone."""
         if self.near is not None:
             self.near.hang_up(ranks, HUNG_UP)
         with contextlib.suppress(RuntimeError):  # the group is gone already
@@ -208,52 +216,54 @@ class ProcessLink(Link):
         self,
         op: str,
         x: Tensor,
-        group: Any,
+        group: RankGroup,
         *,
         out: Tensor | None = None,
-        what: str = "",
+        name: str = "",
         any_order: bool = False,
         read_only: bool = False,
         **kwargs: Any,
     ) -> Handle:
         x, process_group = x.detach(), self.groups.get(group.ranks)
         if self.dropped:
-            self._take_in()
-        if self.checks:  # a buffer has a name; what has none is its unit's
-            what = what or current_label()[0]
+            self._finish_dropped()
+        if self.checks:  # a user's collective, which has no buffer, has its unit's name
+            name = name or current_label()[0]
+        # Of three ranks and more an all-reduce in two hops sends less. But its second
+        # hop runs in the wait, to which then all ranks must come in one order.
         if group.size > 2 and x.numel() >= 1024 and op in OPERATIONS:
             by_pairs = x.device.type == "cpu" and self.paired
             if by_pairs and OPERATIONS[op].all_reduces:
                 kwargs = {"hops": 1 if any_order else 2}
-        said = call_signature(op, kwargs, group.axis, x, what)
+        signature = call_signature(op, kwargs, group.axis, x, name)
         number = self.issued[group.ranks]
         self.issued[group.ranks] += 1
         if not number:
             self.used[group.ranks] = group
-        record = self.flight.begin(said, group, number)
-        return self._told(
+        record = self.flight.begin(signature, group, number)
+        return self._issue_or_close(
             self._issue, record, group, x, out, process_group, read_only, **kwargs
         )
 
     def _issue(
         self,
         record: FlightRecord,
-        group: Any,
+        group: RankGroup,
         x: Tensor,
         out: Tensor | None,
-        process_group: Any,
+        process_group: dist.ProcessGroup | None,
         read_only: bool,
         **kwargs: Any,
     ) -> Handle:
-        op, compared = record.said[0], group.compared and not self.checks
+        op, compared = record.signature[0], group.compared and not self.checks
         if x.device.type == "cpu" and self.paired:
             channel = Channel(process_group, group.ranks, self.near)
             pairs = Pairs(record, group, channel, self.results, compared, read_only)
             return pairs.start(op, x, out, **kwargs)
         if not compared and not self.fake:
             record.line = source_line()
-            mine = packed(record, digest(record.said)).to(x.device)
-            compare_gathered(mine, process_group, group.ranks)
+            header = pack_header(record, digest(record.signature)).to(x.device)
+            compare_gathered(header, process_group, group.ranks)
         works, finish = issue(op, x, group, out, process_group, **kwargs)
         return Exchange([(None, work) for work in works], finish, x, record, group)
 
@@ -264,7 +274,7 @@ def connect(
     timeout: timedelta | None = None,
     shared_memory: bool = True,
 ) -> ProcessLink:
-    """The link of this process to the others of a mesh of ``size`` ranks.
+    """Connects this process to the others of a mesh of ``size`` ranks.
 
     Args:
         timeout: that of all groups of the mesh; None: that of the process group, which
@@ -301,7 +311,7 @@ def connect(
 def _begin(
     axes: Mapping[str, int],
     backend: str,
-    store: Any,
+    store: dist.Store,
     rank: int,
     world: int,
     timeout: timedelta | None,
@@ -314,26 +324,33 @@ def _begin(
     limit, watchdog = timeout or dist.default_pg_timeout, the_watchdog()
     if world > 1:
         ask_store(rank, world, limit, lambda: watchdog.join(rank, world, store))
-    kwargs = {"rank": rank, "world_size": world, "timeout": timeout}
-    group = RankGroup(tuple(axes), tuple(range(world)), rank, rank, None)
-    begin = partial(dist.init_process_group, backend, store=store, **kwargs)
-    _joined(group, lambda: within(limit.total_seconds() + ANSWERS, begin))
-    _MET_IN[dist.group.WORLD] = store
+    options = {"rank": rank, "world_size": world, "timeout": timeout}
+    group = _unlinked_group(axes, tuple(range(world)), rank)
+    begin = partial(dist.init_process_group, backend, store=store, **options)
+    _make_groups(group, lambda: within(limit.total_seconds() + ANSWERS, begin))
+    _STORE_OF[dist.group.WORLD] = store
 
 
 # By the process group that was made here, the store in which its ranks have met.
-_MET_IN: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
+_STORE_OF: weakref.WeakKeyDictionary[Any, dist.Store] = weakref.WeakKeyDictionary()
 
 
-def _joined(group: RankGroup, make: Callable[[], Any]) -> None:
-    """Makes groups of the ranks of ``group``.
+def _unlinked_group(
+    axes: Iterable[str], ranks: tuple[int, ...], rank: int
+) -> RankGroup:
+    """Returns a group for error reports alone, of ranks that have no link yet."""
+    return RankGroup(tuple(axes), ranks, rank, rank, None)  # type: ignore[arg-type]
+
+
+def _make_groups(group: RankGroup, make: Callable[[], object]) -> None:
+    """Calls ``make``, which makes groups of the ranks of ``group``.
 
     Raises:
         PeerFailed: another rank has gone, or is stopped; names it.
     """
     watchdog, nothing = the_watchdog(), torch.empty(0, device="cpu")
-    said = call_signature("make_mesh", {}, group.axis, nothing, "")
-    record = watchdog.flight.begin(said, group, 0)
+    signature = call_signature("make_mesh", {}, group.axis, nothing, "")
+    record = watchdog.flight.begin(signature, group, 0)
     record.waits()
     try:
         make()
@@ -355,23 +372,25 @@ def _compare_meshes(
     world, n = dist.group.WORLD, dist.get_world_size()
     if link.fake or n == 1:
         return
-    asked = ", FSFUNC_CHECK=1" if link.checks else ""
-    asked += "" if shared_memory else ", shared_memory=False"
-    text = f"makes a mesh {dict(axes)}, timeout {link.groups.timeout}{asked}"
-    said = hashlib.blake2b(text.encode(), digest_size=8).digest()
+    options = ", FSFUNC_CHECK=1" if link.checks else ""
+    options += "" if shared_memory else ", shared_memory=False"
+    text = f"makes a mesh {dict(axes)}, timeout {link.groups.timeout}{options}"
+    mesh_digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
     door = Door(shared_memory and dist.get_backend() == "gloo")
+    # After the digest: each rank's address is its own.
     text += f"\n{door.address}"
-    mine, ranks = packed(text, said).to(link.device), tuple(range(n))
+    header, ranks = pack_header(text, mesh_digest).to(link.device), tuple(range(n))
     group = RankGroup(tuple(axes), ranks, link.rank, link.rank, link)
     record = link.flight.begin(
-        call_signature("make_mesh", {}, group.axis, mine, ""), group, 0
+        call_signature("make_mesh", {}, group.axis, header, ""), group, 0
     )
     record.waits()
     try:
-        texts = compare_gathered(mine, world, ranks, "ranks make unlike meshes")
+        texts = compare_gathered(header, world, ranks, "ranks make unlike meshes")
         addresses = {r: text.partition("\n")[2] for r, text in texts.items()}
-        told = partial(_Sayings, n, world)
-        link.meets(door.meet(link.rank, addresses, link.timeout, told))
+        gather_bytes = partial(_ByteGather, n, world)
+        near = door.meet(link.rank, addresses, link.timeout, gather_bytes)
+        link.use_neighbours(near)
     except CollectiveMismatch:
         raise
     except (RuntimeError, TimeoutError, ConnectionError) as error:
@@ -386,14 +405,16 @@ def _compare_meshes(
     record.ended = time.monotonic()
 
 
-class _Sayings:
-    """What every rank says in some bytes, on its way by gloo."""
+class _ByteGather:
+    """A gather of some bytes of each rank, on its way by gloo."""
 
-    def __init__(self, n: int, process_group: Any, mine: bytes):
-        row = torch.frombuffer(bytearray(mine), dtype=torch.uint8)
-        self.every = torch.empty(n, len(mine), dtype=torch.uint8, device="cpu")
+    def __init__(
+        self, n: int, process_group: dist.ProcessGroup | None, local_bytes: bytes
+    ):
+        row = torch.frombuffer(bytearray(local_bytes), dtype=torch.uint8)
+        self.rows = torch.empty(n, len(local_bytes), dtype=torch.uint8, device="cpu")
         self.work: Any = all_gather_single(
-            self.every.view(-1), row, group=process_group, async_op=True
+            self.rows.view(-1), row, group=process_group, async_op=True
         )
 
     def done(self) -> bool:
@@ -401,7 +422,7 @@ class _Sayings:
 
     def wait(self) -> list[list[int]]:
         self.work.wait()
-        return self.every.tolist()
+        return self.rows.tolist()
 
 
 def _check_size(axes: Mapping[str, int], size: int, world: int) -> None:

@@ -1,7 +1,14 @@
 """The processes of one host find each other, and exchange sockets and memory.
 
 Two processes are on one host if they run under one kernel and in one network namespace:
-only there can their sockets meet.
+only there can their sockets meet. ``processes.connect`` calls this once for a mesh:
+
+1. Each process opens a `Door`, a listening socket, and all gather the addresses.
+2. A rank *knocks* at the doors of lower ranks of its host: it connects, and sends the
+   door's key, its rank and the descriptor of its shared memory. The other *admits* it
+   and answers with its own descriptor.
+3. All gather, twice, which ranks each one has reached. Two ranks of which either did
+   not reach the other warn, and send by gloo.
 """
 
 from __future__ import annotations
@@ -25,28 +32,28 @@ from fsfunc.comm.backends.shared_memory import SharedMemory, shared_file
 
 _KNOCK = struct.Struct("<16sq")  # the key of a door, and the rank that knocks
 _RANK = struct.Struct("<q")
-_PROCESS = struct.Struct("3i")  # its number, its user and his group, as Linux says them
+_PROCESS = struct.Struct("3i")  # process, user and group, as SO_PEERCRED returns them
 _LINUX = hasattr(os, "memfd_create")
-_CROWD = 1024  # how many may wait before a door
+_BACKLOG = 1024  # how many may wait before a door
 _PATIENCE = 30.0  # seconds for what no rank has to compute for
-_TICK = 0.01  # seconds between two looks at what others say meanwhile
-# What a rank says of another one: nothing yet, that all is well, or an error's number.
-_UNASKED, _WELL = 0, 255
-_TWO_USERS = errno.EPERM
+_TICK = 0.01  # seconds between two looks at sockets
+# The status of another rank, in a byte: nothing yet, reached, or an error's number.
+_UNKNOWN, _REACHED = 0, 255
+_OTHER_USER = errno.EPERM
 
 
-class Sayings(Protocol):
-    """What every rank says, on its way."""
+class GatheredBytes(Protocol):
+    """Bytes of every rank, on their way."""
 
     def done(self) -> bool: ...
 
     def wait(self) -> list[list[int]]:
-        """By rank, the bytes that it said."""
+        """Returns the bytes of each rank, by rank."""
         ...
 
 
 class Address(NamedTuple):
-    """Where a door is; the key is told to the ranks alone."""
+    """Where a door is; the key is sent to the ranks alone."""
 
     host: str
     name: str
@@ -59,7 +66,7 @@ class Door:
     Args:
         opens: whether they may.
 
-    ``address`` is what to tell them, in words; "" without a door.
+    ``address`` is to be sent to them; "" without a door.
 
     Warns:
         RuntimeWarning: this system refuses what it takes; then there is none.
@@ -78,8 +85,8 @@ class Door:
     def _open(self) -> None:
         self.file = shared_file()
         self.socket, name = socket.socket(socket.AF_UNIX), uuid.uuid4().hex
-        self.socket.bind(f"\0fsfunc-{name}")  # without a file
-        self.socket.listen(_CROWD)
+        self.socket.bind(f"\0fsfunc-{name}")  # the NUL: a name of the kernel, no file
+        self.socket.listen(_BACKLOG)
         self.socket.setblocking(False)
         self.address = " ".join(Address(host(), name, secrets.token_hex(16)))
 
@@ -88,16 +95,14 @@ class Door:
         rank: int,
         addresses: Mapping[int, str],
         limit: float,
-        tell: Callable[[bytes], Sayings],
+        gather: Callable[[bytes], GatheredBytes],
     ) -> Neighbours | None:
-        """The processes whose address is on this host; all of all hosts call it.
-
-        Two that do not come together, such as those of two users, both learn it.
+        """Connects to the processes of this host; all of all hosts call it.
 
         Args:
             addresses: of every rank.
             limit: how many seconds to wait for a message.
-            tell: has every rank told what each of them gives it, of equal lengths.
+            gather: starts a gather of bytes, of equal lengths, of every rank.
 
         Warns:
             RuntimeWarning: messages to one of this host go by gloo; says why.
@@ -105,32 +110,36 @@ class Door:
         doors = {r: Address(*a.split()) for r, a in addresses.items() if a}
         if max(Counter(a.host for a in doors.values()).values(), default=0) < 2:
             return None  # as every rank knows
-        there = {r: a for r, a in doors.items() if rank in doors and r != rank}
-        there = {r: a for r, a in there.items() if a.host == doors[rank].host}
-        # Much less than the others wait for what this one then tells them.
+        on_host = {r: a for r, a in doors.items() if rank in doors and r != rank}
+        on_host = {r: a for r, a in on_host.items() if a.host == doors[rank].host}
+        # Much less than the others wait for the bytes that this one gathers then.
         patience = min(limit / 4, _PATIENCE)
-        meeting = _Meeting(self, rank, len(addresses), there, patience)
+        encounter = _Encounter(self, rank, len(addresses), on_host, patience)
         try:
-            if there:
-                meeting.knock()
-            reached = tell(bytes(meeting.said))
-            while not reached.done():
-                meeting.admit()  # somebody may stand before a door with a crowd
-            meeting.finish(reached.wait())
-            every = tell(bytes(meeting.said)).wait()
+            if on_host:
+                encounter.knock()
+            knocked = gather(bytes(encounter.status))
+            # Another rank may still wait for a place before this door, whose backlog is
+            # full, and does not start its gather before.
+            while not knocked.done():
+                encounter.admit()
+            encounter.finish(knocked.wait())
+            statuses = gather(bytes(encounter.status)).wait()
         except BaseException:
-            meeting.close(there)
+            encounter.close(on_host)
             raise
-        apart = [r for r in there if {meeting.said[r], every[r][rank]} != {_WELL}]
-        reasons = defaultdict[str, list[int]](list)
-        for r in apart:
-            reasons[meeting.reason(r, every[r][rank])].append(r)
-        for why, ranks in reasons.items():
-            _warn(f"ranks {ranks} of this host", why)
-        meeting.close(apart)
-        if not meeting.others or meeting.memory is None:
+        unreached = [
+            r for r in on_host if {encounter.status[r], statuses[r][rank]} != {_REACHED}
+        ]
+        ranks_by_reason = defaultdict[str, list[int]](list)
+        for r in unreached:
+            ranks_by_reason[encounter.reason(r, statuses[r][rank])].append(r)
+        for reason, ranks in ranks_by_reason.items():
+            _warn(f"ranks {ranks} of this host", reason)
+        encounter.close(unreached)
+        if not encounter.others or encounter.memory is None:
             return None
-        return Neighbours(meeting.memory, meeting.others, limit)
+        return Neighbours(encounter.memory, encounter.others, limit)
 
     def close(self) -> None:
         if self.socket is not None:
@@ -141,14 +150,14 @@ class Door:
             self.file = -1
 
 
-class _Meeting:
+class _Encounter:
     """A rank at its own door and at those of lower ranks.
 
     Args:
-        there: the doors of the others of this host.
-        patience: how many seconds to wait for what takes none.
+        on_host: the doors of the others of this host.
+        patience: how many seconds to wait for what no rank has to compute for.
 
-    ``said`` has by rank what this one says of it, and ``others`` who have come.
+    ``status`` has a byte for each rank, and ``others`` the ranks that are connected.
     """
 
     def __init__(
@@ -156,32 +165,36 @@ class _Meeting:
         door: Door,
         rank: int,
         n: int,
-        there: Mapping[int, Address],
+        on_host: Mapping[int, Address],
         patience: float,
     ):
-        self.door, self.rank, self.there, self.patience = door, rank, there, patience
-        self.said = bytearray(n)
+        self.door, self.rank, self.on_host = door, rank, on_host
+        self.patience = patience
+        self.status = bytearray(n)
         self.others: dict[int, tuple[socket.socket, SharedMemory]] = {}
-        self.strangers: list[socket.socket] = []  # they have not said who they are
-        self.unanswered: dict[int, socket.socket] = {}
-        self.key = bytes.fromhex(Address(*door.address.split()).key) if there else b""
+        self.strangers: list[socket.socket] = []  # connected, but not named yet
+        self.unanswered: dict[
+            int, socket.socket
+        ] = {}  # by rank, where this one knocked
+        self.key = bytes.fromhex(Address(*door.address.split()).key) if on_host else b""
         self.memory: SharedMemory | None = None
 
     def knock(self) -> None:
-        """Connects to every lower rank, and leaves this one's memory there."""
+        """Connects to every lower rank, and sends it this one's memory."""
         try:
             self.memory = SharedMemory(os.dup(self.door.file))
         except OSError as error:
-            self._fail(self.there, error)
+            self._fail(self.on_host, error)
             return
-        limit = time.monotonic() + self.patience
-        for other in sorted(r for r in self.there if r < self.rank):
+        deadline = time.monotonic() + self.patience
+        for other in sorted(r for r in self.on_host if r < self.rank):
             connection = None
             try:
-                connection = self._connected(self.there[other].name, limit)
-                if not _is_ours(connection):
-                    raise PermissionError(_TWO_USERS, "another user's")
-                key = bytes.fromhex(self.there[other].key)
+                connection = self._connect(self.on_host[other].name, deadline)
+                # Before anything is sent: a descriptor gives access to all memory.
+                if not _is_same_user(connection):
+                    raise PermissionError(_OTHER_USER, "another user's")
+                key = bytes.fromhex(self.on_host[other].key)
                 knock = _KNOCK.pack(key, self.rank)
                 socket.send_fds(connection, [knock], [self.door.file])
             except OSError as error:
@@ -189,152 +202,164 @@ class _Meeting:
                 if connection is not None:
                     connection.close()
                 continue
-            self.unanswered[other], self.said[other] = connection, _WELL
+            self.unanswered[other], self.status[other] = connection, _REACHED
 
-    def _connected(self, name: str, limit: float) -> socket.socket:
+    def _connect(self, name: str, deadline: float) -> socket.socket:
         connection = socket.socket(socket.AF_UNIX)
         connection.setblocking(False)
         while True:
             try:
                 connection.connect(f"\0fsfunc-{name}")
                 return connection
-            except BlockingIOError:  # as many as it holds wait before that door
-                if time.monotonic() > limit:
+            except BlockingIOError:  # the backlog of that door is full
+                if time.monotonic() > deadline:
                     connection.close()
                     raise
+                # That rank may itself wait for a place before this door.
                 self.admit()
             except OSError:
                 connection.close()
                 raise
 
     def admit(self) -> None:
-        """Takes those in who stand before the door, and what they say."""
+        """Takes a connection at the door, and what has come on the others."""
         poll, door = select.poll(), self.door.socket
-        waiting = [*self.strangers, *self.unanswered.values()]
-        for one in waiting if door is None else [door, *waiting]:
-            poll.register(one, select.POLLIN)
+        connections = [*self.strangers, *self.unanswered.values()]
+        for listened in connections if door is None else [door, *connections]:
+            poll.register(listened, select.POLLIN)
         ready = {descriptor for descriptor, _ in poll.poll(1000 * _TICK)}
-        for one in [s for s in self.strangers if s.fileno() in ready]:
-            self.strangers.remove(one)
-            self._hear(one)
-        for other, one in [*self.unanswered.items()]:
-            if one.fileno() in ready:
+        for connection in [s for s in self.strangers if s.fileno() in ready]:
+            self.strangers.remove(connection)
+            self._admit_rank(connection)
+        for other, connection in [*self.unanswered.items()]:
+            if connection.fileno() in ready:
                 del self.unanswered[other]
-                self._answered(other, one)
+                self._read_answer(other, connection)
         if door is not None and door.fileno() in ready:
             try:
                 self.strangers.append(door.accept()[0])
             except BlockingIOError:
                 pass  # it has gone
             except OSError as error:  # no descriptor: nobody else can come in
-                self._fail([r for r in self.there if not self.said[r]], error)
+                self._fail([r for r in self.on_host if not self.status[r]], error)
                 door.close()
                 self.door.socket = None
 
-    def _hear(self, connection: socket.socket) -> None:
-        """Takes in a rank; anybody else is sent away, and forgotten."""
-        descriptors, flags, ours = [], 0, _is_ours(connection)
+    def _admit_rank(self, connection: socket.socket) -> None:
+        """Reads a knock, and answers a rank; anybody else is disconnected."""
+        descriptors, flags, same_user = [], 0, _is_same_user(connection)
         try:
-            if ours:
+            if same_user:
                 parts = socket.recv_fds(connection, _KNOCK.size, 1)
-                said, descriptors, flags, _ = parts
-            else:  # only to know whom to tell, and nothing of its memory
-                said = connection.recv(_KNOCK.size)
+                knock, descriptors, flags, _ = parts
+            else:  # only to know which rank it is: its memory is not taken
+                knock = connection.recv(_KNOCK.size)
         except OSError:
             connection.close()
             return
-        key, rank = _KNOCK.unpack(said.ljust(_KNOCK.size, b"\0")[: _KNOCK.size])
-        if key != self.key or rank not in self.there or self.said[rank]:
+        key, rank = _KNOCK.unpack(knock.ljust(_KNOCK.size, b"\0")[: _KNOCK.size])
+        if key != self.key or rank not in self.on_host or self.status[rank]:
             connection.close()
             for descriptor in descriptors:
                 os.close(descriptor)
             return
         try:
-            if not ours:
-                raise PermissionError(_TWO_USERS, "another user's")
-            memory = _mapped(descriptors, flags)
+            if not same_user:
+                raise PermissionError(_OTHER_USER, "another user's")
+            memory = _map_memory(descriptors, flags)
             socket.send_fds(connection, [_RANK.pack(self.rank)], [self.door.file])
         except OSError as error:
             self._fail([rank], error)
             connection.close()
             return
-        self.others[rank], self.said[rank] = (connection, memory), _WELL
+        self.others[rank], self.status[rank] = (connection, memory), _REACHED
 
-    def _answered(self, rank: int, connection: socket.socket) -> None:
+    def _read_answer(self, rank: int, connection: socket.socket) -> None:
         try:
-            said, descriptors, flags, _ = socket.recv_fds(connection, _RANK.size, 1)
-            if not said:
+            data, descriptors, flags, _ = socket.recv_fds(connection, _RANK.size, 1)
+            if not data:
                 raise ConnectionResetError(errno.ECONNRESET, "sent away")
-            self.others[rank] = connection, _mapped(descriptors, flags)
+            self.others[rank] = connection, _map_memory(descriptors, flags)
         except OSError as error:
             self._fail([rank], error)
             connection.close()
 
-    def finish(self, rows: list[list[int]]) -> None:
-        """Waits for who has knocked, as the ranks say, and for every answer."""
-        limit = time.monotonic() + self.patience
+    def finish(self, statuses: list[list[int]]) -> None:
+        """Waits for the ranks that have knocked here, and for every answer.
+
+        Args:
+            statuses: of each rank, the status that it has of all ranks.
+        """
+        deadline = time.monotonic() + self.patience
         knocked = [
-            r for r in self.there if r > self.rank and rows[r][self.rank] == _WELL
+            r
+            for r in self.on_host
+            if r > self.rank and statuses[r][self.rank] == _REACHED
         ]
-        while self.unanswered or not all(self.said[r] for r in knocked):
-            if time.monotonic() > limit:
-                late = [*self.unanswered, *(r for r in knocked if not self.said[r])]
+        while self.unanswered or not all(self.status[r] for r in knocked):
+            if time.monotonic() > deadline:
+                late = [*self.unanswered, *(r for r in knocked if not self.status[r])]
                 self._fail(late, TimeoutError(errno.ETIMEDOUT, "late"))
                 break
             self.admit()
 
     def _fail(self, ranks: Iterable[int], error: OSError) -> None:
         for rank in list(ranks):
-            self.said[rank] = min(error.errno or errno.EIO, _WELL - 1)
+            self.status[rank] = min(error.errno or errno.EIO, _REACHED - 1)
 
-    def reason(self, rank: int, says: int) -> str:
-        """The reason why ``rank``, which ``says`` its own, is not reached."""
-        mine, told = self.said[rank], says not in (_UNASKED, _WELL)
-        # What this rank meets when the other shuts its door says nothing of why.
+    def reason(self, rank: int, other_status: int) -> str:
+        """Returns why ``rank`` is not reached.
+
+        Args:
+            other_status: the status that ``rank`` has of this one.
+        """
+        status, failed = self.status[rank], other_status not in (_UNKNOWN, _REACHED)
+        # What this rank meets when the other closes its door tells nothing of why.
         shut = errno.ECONNRESET, errno.ETIMEDOUT, errno.EPIPE, errno.ECONNREFUSED
-        whose = rank if told and mine in (_UNASKED, _WELL, *shut) else self.rank
-        number = says if whose == rank else mine
-        if number == _TWO_USERS:
+        is_effect = status in (_UNKNOWN, _REACHED, *shut)
+        failed_rank = rank if failed and is_effect else self.rank
+        number = other_status if failed_rank == rank else status
+        if number == _OTHER_USER:
             return "another user's processes"
-        return f"rank {whose}: {os.strerror(number)}"
+        return f"rank {failed_rank}: {os.strerror(number)}"
 
     def close(self, ranks: Iterable[int]) -> None:
-        """Lets go of these ranks, and of all who are none."""
+        """Closes the connections to these ranks, and to all that are no rank."""
         for rank in list(ranks):
             if rank in self.others:
                 self.others.pop(rank)[0].close()
-        for one in [*self.strangers, *self.unanswered.values()]:
-            one.close()
+        for connection in [*self.strangers, *self.unanswered.values()]:
+            connection.close()
 
 
-def _warn(whom: str, why: str) -> None:
+def _warn(others: str, reason: str) -> None:
     warn(
-        f"no memory to share with {whom} ({why}): messages to them go by gloo, as by "
-        "make_mesh(shared_memory=False)",
+        f"no memory to share with {others} ({reason}): messages to them go by gloo, as "
+        "by make_mesh(shared_memory=False)",
         RuntimeWarning,
     )
 
 
 def host() -> str:
-    """This kernel's run, and the network namespace on it."""
-    run = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    return f"{run}/{os.stat('/proc/self/ns/net').st_ino}"
+    """Names this boot of the kernel, and the network namespace in it."""
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return f"{boot}/{os.stat('/proc/self/ns/net').st_ino}"
 
 
-def _is_ours(connection: socket.socket) -> bool:
-    """True if the same user's process is at the other end."""
-    said = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PROCESS.size)
-    return _PROCESS.unpack(said)[1] == os.getuid()
+def _is_same_user(connection: socket.socket) -> bool:
+    """Returns whether a process of the same user is at the other end."""
+    peer = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PROCESS.size)
+    return _PROCESS.unpack(peer)[1] == os.getuid()
 
 
-def _mapped(descriptors: list[int], flags: int) -> SharedMemory:
-    """The memory whose descriptor has come.
+def _map_memory(descriptors: list[int], flags: int) -> SharedMemory:
+    """Maps the memory whose descriptor has come.
 
     Raises:
         OSError: this process can have no more descriptors, or addresses.
     """
     if not descriptors:
-        cut = flags & socket.MSG_CTRUNC
-        number = errno.EMFILE if cut else errno.EPROTO
+        is_cut = flags & socket.MSG_CTRUNC  # the kernel had to drop it
+        number = errno.EMFILE if is_cut else errno.EPROTO
         raise OSError(number, os.strerror(number))
     return SharedMemory(descriptors[0])

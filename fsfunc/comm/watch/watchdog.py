@@ -1,5 +1,8 @@
 """The watchdog of a process: reports which rank is missing, on every other rank.
 
+A process link records each collective here before it is sent (`FlightRecorder`), and
+asks for the error to raise when a wait fails (`Watchdog.failed`).
+
 A rank that waits in vain asks the others where they are (see ``mailboxes``), and raises
 with their answers. One that has waited for ``FSFUNC_WATCHDOG`` seconds (by default half
 the mesh's timeout, and five minutes at most) prints them to stderr. A rank that ends by
@@ -29,7 +32,8 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from datetime import timedelta
-from typing import Any
+from types import TracebackType
+from typing import TYPE_CHECKING
 
 from fsfunc.comm.attribution import (
     called_by_user,
@@ -40,11 +44,17 @@ from fsfunc.comm.attribution import (
 from fsfunc.comm.backends.link import CollectiveCall, PeerFailed, Signature, table
 from fsfunc.comm.watch.mailboxes import GONE, SILENT, Mailbox
 
-_KEPT = 100
+if TYPE_CHECKING:
+    import torch.distributed as dist
+
+    from fsfunc.comm.backends.processes import ProcessLink
+    from fsfunc.comm.groups import RankGroup
+
+_MOST_RECORDS = 100
 
 
-def _nothing() -> None:
-    """The link of what comes before there is a mesh."""
+def _no_link() -> None:
+    """Stands for the weak reference to a link before there is a mesh."""
 
 
 class FlightRecord:
@@ -58,28 +68,30 @@ class FlightRecord:
     """
 
     __slots__ = (
-        "said", "number", "label", "ranks", "link", "line", "thread",
+        "signature", "number", "label", "ranks", "link", "line", "thread",
         "begun", "waited", "ended", "failed",
     )  # fmt: skip
 
-    def __init__(self, said: Signature, group: Any, number: int):
-        self.signature, self.number, self.ranks = said, number, group.ranks
+    def __init__(self, signature: Signature, group: RankGroup, number: int):
+        self.signature, self.number, self.ranks = signature, number, group.ranks
         link = group.link
-        self.link: Callable[[], Any] = _nothing if link is None else weakref.ref(link)
+        self.link: Callable[[], ProcessLink | None] = (
+            _no_link if link is None else weakref.ref(link)  # type: ignore[assignment]
+        )
         self.label = current_label()
         self.line = ""
         self.begun = time.monotonic()
-        self.waited = self.ended = 0.0
+        self.waited = self.ended = 0.0  # when its wait began, and ended; 0: not yet
         self.failed = False
 
     def waits(self) -> None:
-        """Its thread begins to wait for it.
+        """Notes that its thread begins to wait for it.
 
         Raises:
             RuntimeError: an error has closed its mesh since.
         """
         if self.failed and (link := self.link()) is not None:
-            link.groups.get(self.ranks)
+            link.groups.get(self.ranks)  # raises, with the error that closed it
         self.thread = threading.get_ident()
         self.waited = self.waited or time.monotonic()
 
@@ -97,31 +109,35 @@ class FlightRecord:
 
 
 class FlightRecorder:
-    """The last records of this process, and the last that it has to say.
+    """The last records of this process, and the error that stopped it, if one did.
 
-    A ring, as NCCL's: to keep one costs a microsecond, so it is always on; it is read
-    when a rank waits for too long, or in vain.
+    A ring, as NCCL's: a record costs a microsecond, so it is always on; it is read when
+    a rank waits for too long, or in vain.
     """
 
     def __init__(self) -> None:
-        self.records: deque[FlightRecord] = deque(maxlen=_KEPT)
-        self.error_text = ""  # the error that stopped it, if any
-        self.kept = ""  # where a recording of this process goes, if one is made
+        self.records: deque[FlightRecord] = deque(maxlen=_MOST_RECORDS)
+        self.error_text = ""
+        self.recording_note = ""  # where this process is recorded to, if it is
 
-    def begin(self, said: Signature, group: Any, number: int) -> FlightRecord:
-        record = FlightRecord(said, group, number)
+    def begin(
+        self, signature: Signature, group: RankGroup, number: int
+    ) -> FlightRecord:
+        """Records a collective that is about to be sent."""
+        record = FlightRecord(signature, group, number)
         self.records.append(record)
+        # The program has handled the error, and goes on.
         if self.error_text:
             self.error_text = ""
         return record
 
     def waiting(self) -> FlightRecord | None:
-        """The record that has been waited for longest, if any is."""
-        found = [record for record in list(self.records) if record.waiting]
-        return min(found, key=lambda r: r.waited, default=None)
+        """Returns the record that has been waited for longest, if any is."""
+        waiting = [record for record in list(self.records) if record.waiting]
+        return min(waiting, key=lambda r: r.waited, default=None)
 
     def state(self) -> str:
-        """The state of this process, as a table shows it after "rank 3"."""
+        """Describes where this process is, as a table shows it after "rank 3"."""
         if self.error_text:
             return self.error_text
         if (record := self.waiting()) is not None:
@@ -132,7 +148,7 @@ class FlightRecorder:
 
 
 def line_of(thread: int | None) -> str:
-    """``file:line`` where a thread is in the user's code; "" where it is in none."""
+    """Returns ``file:line`` where a thread is in the user's code; "" if nowhere."""
     frame = sys._current_frames().get(thread or 0)
     while frame is not None and not called_by_user(frame):
         frame = frame.f_back
@@ -142,15 +158,16 @@ def line_of(thread: int | None) -> str:
 _TICK = 0.5  # seconds between two looks
 _GRACE = 1.0  # for a collective to be over, once one of its ranks has ended
 _WHOLE = 32  # ranks of which a table shows all
+# States of ranks are texts, which go from rank to rank: here is how they begin.
 _GAVE, _BLAMES = "gave up ", "; it blames rank "
 _BLAMED = re.compile(_BLAMES + r"(\d+)(?:, and ended)?$")
-# How the state of a rank begins that it is because of, the likeliest first.
+# States of a rank that has caused others to wait in vain, the likeliest first.
 _CAUSES = ("raised ", "has ", "does not answer", "runs")
-_WAITS = (_GAVE, "waits ")  # it may have been in vain for another's fault
+_WAITS = (_GAVE, "waits ")  # states of ranks that wait, for another's fault perhaps
 
 
 def patience_of(timeout: timedelta | None) -> float:
-    """After how many seconds of waiting a rank says so.
+    """Returns after how many seconds of waiting a rank reports it.
 
     Raises:
         ValueError: ``FSFUNC_WATCHDOG`` is no number of seconds.
@@ -176,12 +193,12 @@ class Watchdog:
     def __init__(self) -> None:
         self.flight, self.rank = FlightRecorder(), 0
         self.pid = os.getpid()  # a fork has the object, and no thread
-        self.told: FlightRecord | None = None  # of what has been said that it waits
+        self.reported: FlightRecord | None = None  # whose long wait is printed already
         self.over = threading.Event()
         self.mailbox: Mailbox | None = None
         self.thread: threading.Thread | None = None
 
-    def join(self, rank: int, size: int, store: Any) -> None:
+    def join(self, rank: int, size: int, store: dist.Store) -> None:
         """Starts to exchange messages with the ranks of a process group."""
         before, self.rank = self.mailbox, rank
         if before is not None and before.store is store:
@@ -190,7 +207,7 @@ class Watchdog:
             before.close("")
         try:
             self.mailbox = Mailbox(store, rank, size, self._answer)
-        except NotImplementedError:  # then ranks only know what gloo reports
+        except NotImplementedError:  # no queues: ranks only know what gloo reports
             self.mailbox = None
         if self.thread is None:
             self.thread = threading.Thread(target=self._run, daemon=True, name="fsfunc")
@@ -199,37 +216,41 @@ class Watchdog:
             atexit.register(self.close)
 
     def _answer(self, kind: str) -> str:
-        """The answer to a question, from the thread that receives it."""
+        """Answers a question, in the thread that receives it."""
         return self.flight.state()
 
     def states(self, ranks: Iterable[int]) -> dict[int, str]:
-        """The states of ranks: where each is, or what became of it."""
-        found = {self.rank: self.flight.state()}
+        """Asks ranks for their states: where each is, or what became of it."""
+        states = {self.rank: self.flight.state()}
         if self.mailbox is not None:
             size = self.mailbox.size
-            every = range(size) if size <= _WHOLE else [*ranks]
-            heard, rest = self.mailbox.ask(every, "where")
-            found = rest | found | heard
-        return dict(sorted(found.items()))
+            asked = range(size) if size <= _WHOLE else [*ranks]
+            answers, others = self.mailbox.ask(asked, "where")
+            states = others | states | answers
+        return dict(sorted(states.items()))
 
     # What goes wrong here
 
-    def raised(self, error: BaseException) -> None:
-        """This rank's program was left by ``error``; it may go on yet."""
+    def note_raised(self, error: BaseException) -> None:
+        """Notes that ``error`` left this rank's program, which may still go on."""
         if isinstance(error, SystemExit) and not error.code:
             return
-        # What follows from a wait in vain is said already, and blames another rank.
-        if not isinstance(error, PeerFailed) and not self.flight.error_text.startswith(
-            _GAVE
-        ):
-            what = f"{type(error).__name__}: {error}".splitlines()[0][:300]
-            self.flight.error_text = f"raised {what} at {traceback_line(error)}"
+        # An error after a wait in vain follows from that, whose text blames another
+        # rank.
+        gave_up = self.flight.error_text.startswith(_GAVE)
+        if not isinstance(error, PeerFailed) and not gave_up:
+            first_line = f"{type(error).__name__}: {error}".splitlines()[0][:300]
+            self.flight.error_text = f"raised {first_line} at {traceback_line(error)}"
 
     def _uncaught(
-        self, kind: type[BaseException], error: BaseException, trace: Any
+        self,
+        kind: type[BaseException],
+        error: BaseException,
+        trace: TracebackType | None,
     ) -> None:
+        """Tells the other ranks of an error that ends this one; an ``excepthook``."""
         if os.getpid() == self.pid:
-            self.raised(error)
+            self.note_raised(error)
             if self.flight.error_text and self.mailbox is not None:
                 self.mailbox.ends(self.flight.error_text)
         self.hook(kind, error, trace)
@@ -239,51 +260,55 @@ class Watchdog:
         record: FlightRecord,
         other: int | None,
         error: BaseException,
-        seen: Any = None,
+        header_texts: Mapping[int, str] | None = None,
     ) -> PeerFailed:
-        """The error to raise after a wait in vain.
+        """Returns the error to raise after a wait in vain.
 
         Args:
+            record: what was waited for.
             other: the rank that it was for, where that is known.
-            seen: by rank, what came of their headers.
+            error: torch's, or that of a connection.
+            header_texts: by rank, those of the headers that came.
         """
         ranks, link = record.ranks, record.link()
         line = record.line or source_line()
         record.line, record.failed = line, True
-        reason, became = _reason(error, other)
+        reason, state = _explain(error, other)
         self.flight.error_text = f"{_GAVE}{record}: {reason}"
+        # What connections show is known before the store answers, or fails to.
         if self.mailbox is not None:
             if link is not None:
-                self.mailbox.seen.update(dict.fromkeys(link.gone(), GONE))
-            if other is not None and became:
-                self.mailbox.seen[other] = became
+                self.mailbox.known_states.update(dict.fromkeys(link.gone(), GONE))
+            if other is not None and state:
+                self.mailbox.known_states[other] = state
         states = self.states(ranks)
-        for r, text in (seen or {}).items():
-            if not _is_heard(states.get(r, SILENT)):
+        for r, text in (header_texts or {}).items():
+            if not _has_answered(states.get(r, SILENT)):
                 states[r] = f"{states.get(r, SILENT)}; it came to {text}"
-        text = (
+        message = (
             f"{record.call}: rank {self.rank} waits in vain for others of ranks "
             f"{list(ranks)}. "
         )
-        known = {r: text for r, text in states.items() if r != self.rank}
-        blamed, cause = _cause(known, self.rank, other)
+        others_states = {r: text for r, text in states.items() if r != self.rank}
+        blamed, cause = _find_cause(others_states, self.rank, other)
         if blamed is None and out_of_descriptors():
             blamed, cause = self.rank, f"Rank {self.rank} itself: {NO_DESCRIPTOR}"
         if not cause:
-            cause = _elsewhere(known, record, self.rank, other)
-        text += cause or (
+            cause = _find_odd_rank(others_states, record, self.rank, other)
+        message += cause or (
             f"To it, {reason}, or called another collective: FSFUNC_CHECK=1 would show"
         )
-        if blamed is not None:  # those who come later hear of it
+        # Ranks that give up later ask this one, and blame the same.
+        if blamed is not None:
             self.flight.error_text += f"{_BLAMES}{blamed}"
         if len(states) > 1:
-            text = table(f"{text}\nWhere they are", states)
-        failed = PeerFailed(text)
+            message = table(f"{message}\nWhere they are", states)
+        failed = PeerFailed(message)
         failed.rank = blamed
         return failed
 
     def close(self) -> None:
-        """Says its last, and ends the threads while there is a Python to run them."""
+        """Tells its last state, and ends the threads while Python can run them."""
         if os.getpid() != self.pid or self.thread is None:
             return
         if self.mailbox is not None:
@@ -298,27 +323,30 @@ class Watchdog:
         while not self.over.wait(pause):
             record = self.flight.waiting()
             link = record and record.link()
-            soon = self.told is not record and link and link.patience
-            pause = min(_TICK, soon / 4) if soon else _TICK
+            patience = self.reported is not record and link and link.patience
+            pause = min(_TICK, patience / 4) if patience else _TICK
             if record is not None and link is not None:
-                self._look(record, link)
-            del link  # it is not kept alive between two looks
+                self._check_wait(record, link)
+            del link  # this reference must not keep a dropped mesh alive in the pause
 
-    def _look(self, record: FlightRecord, link: Any) -> None:
+    def _check_wait(self, record: FlightRecord, link: ProcessLink) -> None:
         waited = time.monotonic() - record.waited
-        if waited > _GRACE and self._ended(record.ranks):
+        if waited > _GRACE and self._has_failed(record.ranks):
             link.hang_up(record.ranks)
-        elif waited > link.patience and self.told is not record:
-            self.told = record
-            threading.Thread(target=self._say, args=(record,), daemon=True).start()
+        elif waited > link.patience and self.reported is not record:
+            self.reported = record
+            # In a thread: the answers take seconds, in which a rank may fail.
+            threading.Thread(
+                target=self._print_states, args=(record,), daemon=True
+            ).start()
 
-    def _ended(self, ranks: Iterable[int]) -> bool:
-        """True where one of these ranks ends by an error."""
-        box = self.mailbox
-        return box is not None and any(box.last_words([*ranks]).values())
+    def _has_failed(self, ranks: Iterable[int]) -> bool:
+        """Returns whether one of these ranks ends by an error."""
+        mailbox = self.mailbox
+        return mailbox is not None and any(mailbox.last_words([*ranks]).values())
 
-    def _say(self, record: FlightRecord) -> None:
-        """The first of the ranks that wait says where everybody is."""
+    def _print_states(self, record: FlightRecord) -> None:
+        """Prints where all ranks are, on the lowest of those that wait."""
         states = self.states(record.ranks)
         if any(
             text.startswith("waits ") for r, text in states.items() if r < self.rank
@@ -326,23 +354,24 @@ class Watchdog:
             return
         waited = time.monotonic() - record.waited
         title = f"[fsfunc] rank {self.rank} has waited {waited:.1f} s, and still does"
-        title += self.flight.kept
+        title += self.flight.recording_note
         sys.stderr.write(table(title, states) + "\n")
         sys.stderr.flush()
 
 
-def _reason(error: BaseException, other: int | None) -> tuple[str, str]:
-    """The reason why a wait was in vain, and the state of ``other`` by that."""
-    text, whom = str(error), "another rank" if other is None else f"rank {other}"
+def _explain(error: BaseException, other: int | None) -> tuple[str, str]:
+    """Returns why a wait was in vain, and the state of ``other`` by that, or ""."""
+    text, waited_for = str(error), "another rank" if other is None else f"rank {other}"
     if "imed out" in text:
-        return f"{whom} did not come in time", SILENT
+        return f"{waited_for} did not come in time", SILENT
+    # This process has hung up: see `hang_up`.
     if "pair closure" in text or "another rank has ended" in text:
         return "another rank has ended", ""
-    return f"{whom} closed its connection", GONE
+    return f"{waited_for} closed its connection", GONE
 
 
 def out_of_descriptors() -> bool:
-    """True if this process can have no more file descriptors, and no connections."""
+    """Returns whether this process can have no more descriptors, so no connections."""
     try:
         os.close(os.dup(2))
     except OSError as error:
@@ -353,73 +382,76 @@ def out_of_descriptors() -> bool:
 NO_DESCRIPTOR = "this process has no file descriptor left (ulimit -n)"
 
 
-def _is_heard(state: str) -> bool:
+def _has_answered(state: str) -> bool:
     return not state.startswith((GONE, "does not answer", "cannot be asked"))
 
 
-def _cause(
+def _find_cause(
     states: Mapping[int, str], rank: int, other: int | None
 ) -> tuple[int | None, str]:
-    """The rank that caused the error, by what the others answer; and in words.
+    """Returns the rank that caused the error, by the others' answers; and a sentence.
 
-    Who gave up before has seen more: that the store has gone since, or that it closed
-    its connections as it ended, is no cause.
+    A rank that gave up before this one has seen more, so it is believed: that the store
+    has gone since, or that it closed its connections as it ended, is no cause.
 
     Args:
         rank: this one, which ``states`` does not have.
         other: the one that it waited for.
     """
-    blamed = {r: int(m[1]) for r, text in states.items() if (m := _BLAMED.search(text))}
-    for kind in _CAUSES:
-        found = [r for r, text in states.items() if text.startswith(kind)]
-        if found:
-            likely = [*blamed.values(), other]
-            first = next((r for r in likely if r in found), found[0])
+    blamed_by = {
+        r: int(m[1]) for r, text in states.items() if (m := _BLAMED.search(text))
+    }
+    for beginning in _CAUSES:
+        causes = [r for r, text in states.items() if text.startswith(beginning)]
+        if causes:
+            likely = [*blamed_by.values(), other]
+            first = next((r for r in likely if r in causes), causes[0])
             return first, f"Rank {first} {states[first]}"
-    for first, whom in blamed.items():
-        says = f"rank {first} {states[first]}"
-        if whom == rank:
-            return whom, f"Rank {whom} itself came too late: {says}"
-        return whom, f"Rank {whom}, by what another has seen: {says}"
+    for witness, blamed in blamed_by.items():
+        testimony = f"rank {witness} {states[witness]}"
+        if blamed == rank:
+            return blamed, f"Rank {blamed} itself came too late: {testimony}"
+        return blamed, f"Rank {blamed}, by what another has seen: {testimony}"
     return None, ""
 
 
-def _elsewhere(
+def _find_odd_rank(
     states: Mapping[int, str], record: FlightRecord, rank: int, other: int | None
 ) -> str:
-    """In words, who of those that wait is at another collective; "" if nobody waits.
+    """Names a waiting rank that is at another collective; "" if nobody waits.
 
-    If fewer of its ranks are there than here it is them, if more it is this one. Two
-    alone do not know; each names the other.
+    If fewer ranks of the group are there than here it is one of them, if more it is
+    this one. Of two ranks neither knows, and each names the other.
     """
-    here = f"#{record.number} {CollectiveCall(record.signature, *record.label)}"
-    at = [kind + here for kind in (_GAVE, "waits in ")]
+    this_call = f"#{record.number} {CollectiveCall(record.signature, *record.label)}"
+    states_here = tuple(beginning + this_call for beginning in (_GAVE, "waits in "))
     waiting = [r for r in states if states[r].startswith(_WAITS)]
-    inside = [r for r in waiting if r in record.ranks]
-    there = [r for r in inside if not states[r].startswith(tuple(at))]
-    tells = "; FSFUNC_CHECK=1 would tell what it came to in its place"
-    if record.signature[0] not in ("send", "receive") and there:
-        mine = 1 + len(inside) - len(there)
-        first = other if other in there else there[0]
-        if mine < len(there):
+    members = [r for r in waiting if r in record.ranks]
+    elsewhere = [r for r in members if not states[r].startswith(states_here)]
+    hint = "; FSFUNC_CHECK=1 would tell what it came to in its place"
+    if record.signature[0] not in ("send", "receive") and elsewhere:
+        count_here = 1 + len(members) - len(elsewhere)
+        first = other if other in elsewhere else elsewhere[0]
+        if count_here < len(elsewhere):
             return (
                 f"Rank {rank} itself is at another collective than rank {first}, which "
                 f"{states[first]}"
             )
-        return f"Rank {first} {states[first]}{tells}"
-    kinds = [[r for r in states if states[r].startswith(kind)] for kind in _WAITS]
-    for found in [*kinds, [r for r in states if states[r].startswith("cannot ")]]:
-        if found:
-            first = other if other in found else found[0]
-            return f"Rank {first} {states[first]}{tells * (found in kinds)}"
+        return f"Rank {first} {states[first]}{hint}"
+    by_kind = [[r for r in states if states[r].startswith(kind)] for kind in _WAITS]
+    unasked = [r for r in states if states[r].startswith("cannot ")]
+    for candidates in [*by_kind, unasked]:
+        if candidates:
+            first = other if other in candidates else candidates[0]
+            return f"Rank {first} {states[first]}{hint * (candidates in by_kind)}"
     return ""
 
 
-_WATCHDOG: list[Watchdog] = []
+_WATCHDOG: list[Watchdog] = []  # one, or none before the first mesh
 
 
 def the_watchdog() -> Watchdog:
-    """That of this process."""
+    """Returns the watchdog of this process; a fork gets one of its own."""
     if not _WATCHDOG or _WATCHDOG[0].pid != os.getpid():
         _WATCHDOG[:] = [Watchdog()]
     return _WATCHDOG[0]

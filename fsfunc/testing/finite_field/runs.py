@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from fsfunc import _torch, tree
-from fsfunc.runtime.scopes import plainly
+from fsfunc.runtime.scopes import running_eagerly
 from fsfunc.sharded.leaf import is_sharded
 from fsfunc.testing.finite_field.field import (
     PRIME,
@@ -65,7 +65,7 @@ def exact(seed: int = 0) -> Iterator[Field]:
     if is_exact():
         raise RuntimeError("an exact run inside of an exact run: leave one of them")
     mode = Exact(Field(seed))
-    with warnings.catch_warnings(), plainly(), mode:
+    with warnings.catch_warnings(), running_eagerly(), mode:
         # torch 2.12 warns that nothing was compiled; ``plainly`` asked for that.
         warnings.filterwarnings("ignore", ".*found no compiled frames")
         yield mode.field

@@ -190,12 +190,14 @@ class CallRecorder:
         """Makes the watchdog name the folder in its reports inside."""
         flight = getattr(here.link, "flight", None)
         if flight is not None:
-            flight.kept = f"; its call is recorded in {self.folder}, when it ends"
+            flight.recording_note = (
+                f"; its call is recorded in {self.folder}, when it ends"
+            )
         try:
             yield
         finally:
             if flight is not None:
-                flight.kept = ""
+                flight.recording_note = ""
 
     def _write(
         self,

@@ -28,8 +28,8 @@ from fsfunc.comm.mesh import Here, Mesh, set_here
 from fsfunc.comm.traffic import ledger
 from fsfunc.core.frames import frame, inside, title
 from fsfunc.runtime.generators import (
-    generators_kept,
-    other_generators_kept,
+    generators_restored,
+    other_generators_restored,
     other_states,
 )
 from fsfunc.runtime.memory_spaces import Store
@@ -232,7 +232,7 @@ class RecordedCall:
         Kernels on the CPU add in another order with another number of threads.
         """
         threads = torch.get_num_threads()
-        with generators_kept() as states, other_generators_kept():
+        with generators_restored() as states, other_generators_restored():
             for generator, _ in states:
                 state = self.tensors.get(f"generator {generator.device.type}")
                 if state is not None:
