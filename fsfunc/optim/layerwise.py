@@ -1,7 +1,8 @@
 """LAMB and LARS, and trust ratios: updates at the scale of each leaf, however it lies.
 
-The norms of all leaves, of parameters and of updates, are reduced at once: one psum
-over each set of axes.
+A leaf's trust ratio is the norm of the parameter over that of its update. The norms of
+all leaves, of parameters and of updates, are reduced over ranks at once: one psum over
+each set of axes.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ from fsfunc.optim.schedules import (
 )
 from fsfunc.optim.transformations import add_decayed_weights, chain
 from fsfunc.sharded.leaf import is_sharded
+from fsfunc.tree.types import Leaf
 
 
 @optimizer_factory
@@ -76,7 +78,7 @@ def scale_by_trust_ratio(
     trust = Trust(min_norm, trust_coefficient, eps, mask)
 
     def update(grads: Tree, state: State, params: Tree = None) -> tuple[Tree, State]:
-        return trust.scaled(grads, params), state
+        return trust.scale(grads, params), state
 
     return Optimizer(lambda params: (), update)
 
@@ -91,37 +93,48 @@ class Trust:
     mask: Mask | None = None
 
     def ratios(self, matched: Matched, updates: Iterator[Row]) -> list[Tensor]:
-        """By flat tensor of ``matched``, 1-D, the ratio of each of its leaves.
+        """Returns the ratio of each leaf: 1-D, by flat tensor of ``matched``.
 
-        ``updates`` are made as they are asked for: only their norms are kept.
+        Args:
+            updates: made as they are asked for, so that only their norms take memory.
         """
         count = len(matched.leaf_positions)
         rows = joined(_rows_of_column(matched, 0), updates)
         norms = [n.clamp(min=self.min_norm) for n in row_norms(rows)]
-        adapted = matched.decays(1, self.mask)
-        out = []
+        is_scaled = matched.decays(1, self.mask)  # 1 where the mask says so, else 0
+        ratios = []
         flats = matched.buffers[0].tensors
         columns = norms[:count], norms[count:], matched.leaf_positions, flats
-        for of_params, of_updates, members, flat in zip(*columns, strict=True):
-            if of_params.device != of_updates.device:  # one of them lies with the host
+        for param_norms, update_norms, positions, flat in zip(*columns, strict=True):
+            if param_norms.device != update_norms.device:  # one of them is offloaded
                 where = computing_device(flat)
-                of_params, of_updates = of_params.to(where), of_updates.to(where)
-            usable = (of_params != 0) & (of_updates != 0)
-            safe = torch.where(usable, of_updates, 1) + self.eps
-            ratio = torch.where(usable, self.coefficient * of_params / safe, 1)
-            if not all(adapted[j] for j in members):
-                like = {"dtype": torch.bool, "device": ratio.device}
-                which = torch.tensor([adapted[j] for j in members], **like)
-                ratio = torch.where(which, ratio, 1)
-            out.append(ratio)
-        return out
+                param_norms, update_norms = (
+                    param_norms.to(where),
+                    update_norms.to(where),
+                )
+            # No branch on the norms: nothing waits for the device. The inner `where`
+            # keeps the derivative finite where a norm is 0.
+            is_usable = (param_norms != 0) & (update_norms != 0)
+            safe = torch.where(is_usable, update_norms, 1) + self.eps
+            ratio = torch.where(is_usable, self.coefficient * param_norms / safe, 1)
+            if not all(is_scaled[j] for j in positions):
+                options = {"dtype": torch.bool, "device": ratio.device}
+                mask = torch.tensor([is_scaled[j] for j in positions], **options)
+                ratio = torch.where(mask, ratio, 1)
+            ratios.append(ratio)
+        return ratios
 
-    def scaled(
-        self, updates: Tree, params: Tree, rate: Any = 1, own: bool = False
+    def scale(
+        self,
+        updates: Tree,
+        params: Tree,
+        rate: float | Tensor = 1,
+        writes_updates: bool = False,
     ) -> Tree:
-        """Updates times their ratios and ``rate``.
+        """Returns updates times their ratios and ``rate``.
 
-        own: whether ``updates`` may be written over.
+        Args:
+            writes_updates: whether ``updates`` may be written over.
         """
         check_params_given(params, "a trust ratio")
         matched = Matched.of(params, updates)
@@ -130,7 +143,7 @@ class Trust:
             return matched.restore(_scale_leaves(matched, ratios), matched.no_updates)
         buffers = matched.buffers[1]
         flats = buffers.tensors
-        if not own:
+        if not writes_updates:
             flats = [step_memory_like(t).copy_(t.detach()) for t in flats]
         with torch.no_grad():
             for flat, (_, packed), ratio in zip(
@@ -150,18 +163,18 @@ def _rows_of_column(matched: Matched, column: int) -> Iterator[Row]:
 
 
 def _scale_leaves(matched: Matched, ratios: Sequence[Tensor]) -> list[Any]:
-    """Leaves times their ratios, by operations that differentiate."""
-    out: list[Any] = [None] * len(matched.active)
-    for ratio, members in zip(ratios, matched.leaf_positions, strict=True):
-        for j, factor in zip(members, ratio.unbind(), strict=True):
+    """Returns leaves times their ratios, by operations that differentiate."""
+    leaves: list[Leaf] = [None] * len(matched.active)
+    for ratio, positions in zip(ratios, matched.leaf_positions, strict=True):
+        for j, factor in zip(positions, ratio.unbind(), strict=True):
             leaf = matched.trees[1][matched.active[j]]
             x = local_tensor(leaf)
             if is_sharded(leaf):
                 factor = spread_into_parts(factor, leaf.layout.axes)
-                out[j] = leaf.with_local(x * factor.to(x.device, x.dtype))
+                leaves[j] = leaf.with_local(x * factor.to(x.device, x.dtype))
             else:
-                out[j] = x * factor.to(x.device, x.dtype)
-    return out
+                leaves[j] = x * factor.to(x.device, x.dtype)
+    return leaves
 
 
 @optimizer_factory
@@ -228,6 +241,7 @@ def lamb(
         updates, (state, _) = pure.update(grads, (state, ()), params)
         return map_flat(lambda ts: scale_tensors(ts, rate), updates), state
 
+    # Such moments are no input of Adam's equation: their codec makes the update.
     if moment_dtype in (torch.float16, torch.uint8):
         return Optimizer(adam.init, update)
 
@@ -244,18 +258,18 @@ def lamb(
             ratios = trust.ratios(matched, steps)
         rate = rate_at(learning_rate, state.count)
         rates: list[Any] = [None] * len(decays)
-        for ratio, members in zip(ratios, matched.leaf_positions, strict=True):
-            for j, own in zip(members, (rate * ratio).unbind(), strict=True):
-                rates[j] = own
-        how = {"count": state.count, "beta1": b1, "beta2": b2, "eps": eps}
+        for ratio, positions in zip(ratios, matched.leaf_positions, strict=True):
+            for j, leaf_rate in zip(positions, (rate * ratio).unbind(), strict=True):
+                rates[j] = leaf_rate
+        options = {"count": state.count, "beta1": b1, "beta2": b2, "eps": eps}
 
-        def kernel(*columns: Any, weight_decay: tuple[float, int]) -> None:
+        def kernel(*columns: list[Tensor], weight_decay: tuple[float, int]) -> None:
             decay, j = weight_decay
-            lr = rates[j].to(columns[0][0].device)  # norms are where one computes
-            fused_adam(*columns, lr=lr, weight_decay=decay, **how)
+            lr = rates[j].to(columns[0][0].device)  # the host's, if it computes
+            fused_adam(*columns, lr=lr, weight_decay=decay, **options)
 
         yield
-        # A fused call has one rate, so each leaf is one of its own.
+        # A fused call has one rate, so each leaf is a group of its own.
         leaf_by_leaf = [(d, j) for j, d in enumerate(decays)]
         params, mu, nu = run_kernel(matched, kernel, leaf_by_leaf)
         return params, AdamState(state.count + 1, mu, nu)
@@ -263,14 +277,16 @@ def lamb(
     return Optimizer(adam.init, update, apply)
 
 
-def _unscaled_steps(matched: Matched, step: Rule, decays: Sequence[float]) -> Iterator[Row]:
-    """Adam's step of each flat tensor at a rate of 1, by leaf."""
+def _unscaled_steps(
+    matched: Matched, step: Rule, decays: Sequence[float]
+) -> Iterator[Row]:
+    """Yields Adam's step of each flat tensor at a rate of 1, as leaves' parts."""
     columns = zip(*(b.tensors for b in matched.buffers), strict=True)
     groups = zip(_rows_of_column(matched, 0), matched.buffers[0].groups, strict=True)
     rows = zip(columns, matched.decays_by_buffer(decays), groups, strict=True)
-    for row, decay, ((along, _), (_, packed)) in rows:
+    for row, decay, ((axes, _), (_, packed)) in rows:
         u = step(*bring_with_decay(row, decay))[0]
-        yield along, [u] if packed is None else [u[a:b] for a, b in packed.ranges]
+        yield axes, [u] if packed is None else [u[a:b] for a, b in packed.ranges]
 
 
 @optimizer_factory
@@ -336,9 +352,10 @@ def lars(
         if decay is not None:
             grads, _ = decay.update(grads, (), params)
         rate = rate_at(learning_rate, state.count)
-        # Where some leaves do not decay, theirs are still the gradients given.
-        own = decay is not None and mask is None
-        directed = trust.scaled(grads, params, rate, own=own)
-        return (yield from descent.phases(directed, state, params, returns_params))
+        # With a decay the gradients are new tensors, if all leaves decay: with a mask
+        # some are still the ones given.
+        are_new = decay is not None and mask is None
+        scaled = trust.scale(grads, params, rate, writes_updates=are_new)
+        return (yield from descent.phases(scaled, state, params, returns_params))
 
     return from_phases(descent.init, phases)

@@ -258,7 +258,9 @@ class _TorchFunctions:
         return update_from_apply(self.apply, grads, state, params)
 
 
-def _check_numbers_alike(name: str, made: dict[str, Any], after: dict[str, Any]) -> None:
+def _check_numbers_alike(
+    name: str, made: dict[str, Any], after: dict[str, Any]
+) -> None:
     """Raise ValueError where numbers of a step follow from parameters or gradients."""
     there = {k: x for k, x in made.items() if not (isinstance(x, Tensor) and x.is_cuda)}
     for k, x in plain_numbers(there).items():
@@ -363,7 +365,9 @@ def known_state(kind: type, o: Options, device: torch.device) -> ParameterState:
     )
 
 
-def declared_state(moments: Numbers, numbers: Numbers, device: torch.device) -> ParameterState:
+def declared_state(
+    moments: Numbers, numbers: Numbers, device: torch.device
+) -> ParameterState:
     """The state of another class, as its caller gives it.
 
     A number given as a tensor is kept in one, beside the parameters unless it is given
@@ -376,7 +380,9 @@ def declared_state(moments: Numbers, numbers: Numbers, device: torch.device) -> 
         if isinstance(x, Tensor)
     }
     plain = plain_numbers(numbers)
-    return ParameterState(plain, moments, tensors, afresh=True, writes_gradients=True, told=True)
+    return ParameterState(
+        plain, moments, tensors, afresh=True, writes_gradients=True, told=True
+    )
 
 
 # One step
@@ -402,7 +408,9 @@ def run_step(
         ValueError: a class keeps something else than its caller says.
     """
     flat = [_flat_view(p.detach()) for p in params]
-    given = [{k: _flat_view(m[i]) for k, m in moments.items()} for i in range(len(flat))]
+    given = [
+        {k: _flat_view(m[i]) for k, m in moments.items()} for i in range(len(flat))
+    ]
     for p, g in zip(flat, grads, strict=True):
         p.grad = _flat_view(g.clone() if kept.writes_gradients else g)
     if state.count == 0 and kept.afresh:
@@ -446,7 +454,9 @@ def _fingerprint(x: Any) -> Any:
     return (id(x), x._version) if isinstance(x, Tensor) else repr(x)
 
 
-def _check_carries_nothing(optimizer: torch.optim.Optimizer, before: Mapping[str, Any]) -> None:
+def _check_carries_nothing(
+    optimizer: torch.optim.Optimizer, before: Mapping[str, Any]
+) -> None:
     """Raise ValueError where a step has left more than states of parameters."""
     after, params = _carried_values(optimizer), optimizer.param_groups[0]["params"]
     found = [k for k, words in after.items() if before.get(k) != words]
@@ -459,7 +469,9 @@ def _check_carries_nothing(optimizer: torch.optim.Optimizer, before: Mapping[str
         )
 
 
-def _check_declared(name: str, kept: ParameterState, p: Tensor, state: Mapping[str, Any]) -> None:
+def _check_declared(
+    name: str, kept: ParameterState, p: Tensor, state: Mapping[str, Any]
+) -> None:
     """Raise ValueError where the state of a parameter is not as its caller says."""
     said = dict.fromkeys(kept.moments, f"{p.dtype} for each element")
     said |= dict.fromkeys(kept.numbers, "a number")
@@ -491,7 +503,9 @@ def _flat_view(x: Tensor) -> Tensor:
     return x if x.ndim == 1 else x.view(-1)
 
 
-def _repeat_numbers(numbers: Numbers, kept: ParameterState, count: int) -> dict[str, Sequence[Any]]:
+def _repeat_numbers(
+    numbers: Numbers, kept: ParameterState, count: int
+) -> dict[str, Sequence[Any]]:
     """``count`` times each number as its class keeps it, to be written one by one.
 
     They are filled in, not copied: no device is waited for.

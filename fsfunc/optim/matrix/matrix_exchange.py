@@ -170,7 +170,9 @@ class MatrixOwners:
         return whole.view(layout.shape)
 
 
-def _rank_coordinates(axes: Axes, fixed: Sequence[tuple[str, int]]) -> list[dict[str, int]]:
+def _rank_coordinates(
+    axes: Axes, fixed: Sequence[tuple[str, int]]
+) -> list[dict[str, int]]:
     return [{**dict(fixed), **at} for at in every_coordinate(dict(axes))]
 
 
@@ -366,7 +368,9 @@ class MatrixExchange:
                 out[i] = pieces[k].view(parts[i].shape)
         return out
 
-    def _gathered(self, bucket: _SharedMatrices, parts: Sequence[Tensor]) -> dict[int, Tensor]:
+    def _gathered(
+        self, bucket: _SharedMatrices, parts: Sequence[Tensor]
+    ) -> dict[int, Tensor]:
         owners, me = bucket.owners, bucket.index
         for k in bucket.positions if owners.copies else ():
             claim(parts[k], self.what)
