@@ -61,7 +61,7 @@ class FactoredLeaf:
     """
 
     def __init__(
-        self, position: int, param: Leaf, grad: Leaf, moments: Sequence[Tensor | None]
+        self, position: int, param: Leaf, grad: Leaf, moments: Sequence[Leaf]
     ):
         self.position, self.shape = position, tuple(param.shape)
         self.p: Tensor = local_tensor(param)
