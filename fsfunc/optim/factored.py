@@ -60,9 +60,7 @@ class FactoredLeaf:
         moments: its row, column and variance, some of them None; see `AdafactorState`.
     """
 
-    def __init__(
-        self, position: int, param: Leaf, grad: Leaf, moments: Sequence[Leaf]
-    ):
+    def __init__(self, position: int, param: Leaf, grad: Leaf, moments: Sequence[Leaf]):
         self.position, self.shape = position, tuple(param.shape)
         self.p: Tensor = local_tensor(param)
         self.g: Any = local_tensor(grad)  # None once it has been used

@@ -7,7 +7,6 @@ the updates of one to the next. The last one is mostly an optimizer such as `sgd
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from torch import Tensor
 
