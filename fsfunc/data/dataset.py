@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
@@ -61,7 +61,7 @@ class BatchOrder:
         """Returns the number of rows of a batch, over all ranks."""
         return min(self.batch_size, self.rows - batch * self.batch_size)
 
-    def rows_of(self, epoch: int) -> Sequence[int]:
+    def rows_of(self, epoch: int) -> range | Shuffled:
         """Returns the row at each place of an epoch."""
         if not self.shuffle:
             return range(self.rows)
@@ -99,7 +99,8 @@ class BatchDataset:
         self.dataset, self.order, self.share = dataset, order, share
         self.collate = collate
         # The order of the epoch that was read last.
-        self._epoch, self._rows = -1, range(0)
+        self._epoch = -1
+        self._rows: range | Shuffled = range(0)
 
     def __getitem__(self, position: tuple[int, int]) -> PyTree:
         """Returns this rank's part of the batch at (epoch, batch)."""
