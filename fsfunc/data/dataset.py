@@ -53,7 +53,7 @@ class BatchOrder:
     drop_last: bool
 
     def __len__(self) -> int:
-        """The number of batches in an epoch."""
+        """Counts the batches in an epoch."""
         full, remainder = divmod(self.rows, self.batch_size)
         return full + bool(remainder and not self.drop_last)
 

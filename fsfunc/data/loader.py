@@ -52,7 +52,7 @@ def batches(
     collate: Callable[[list[Any]], Any] | None = None,
     **options: Any,
 ) -> Batches:
-    """An iterator over this rank's part of each global batch of ``batch_size`` rows.
+    """Iterates over this rank's part of each global batch of ``batch_size`` rows.
 
     Args:
         dataset: has ``len``, and row ``i`` is ``dataset[i]``; the same on every rank.

@@ -76,7 +76,7 @@ def ema(
     every: int = 1,
     dtype: torch.dtype | None = None,
 ) -> Optimizer:
-    """``optimizer``, with an exponential moving average of the parameters.
+    """Adds an exponential moving average of the parameters to ``optimizer``.
 
     After an update, as ``torch.optim.swa_utils.get_ema_multi_avg_fn`` does it::
 
@@ -150,7 +150,7 @@ def swa(
     every: int = 1,
     dtype: torch.dtype | None = None,
 ) -> Optimizer:
-    """``optimizer``, with the mean of the parameters after its updates.
+    """Adds the mean of the parameters after its updates to ``optimizer``.
 
     ``average = average + (p - average) / (n + 1)`` after n of them, as
     ``torch.optim.swa_utils.AveragedModel`` does it.
@@ -243,7 +243,7 @@ class _Averaging:
 
 
 def eval_params(opt_state: Any, params: Tree) -> Tree:
-    """The averages that an optimizer keeps, as parameters to evaluate and to publish.
+    """Returns the averages in an optimizer's state, as parameters to evaluate.
 
     Args:
         opt_state: of an optimizer in which somewhere is `ema`, `swa` or
@@ -343,7 +343,7 @@ def schedule_free(
     weight_decay: float = 0.0,
     mask: Mask | None = None,
 ) -> Optimizer:
-    """Defazio's schedule-free form of ``base``: its rate needs no decay.
+    """Makes Defazio's schedule-free form of ``base``: its rate needs no decay.
 
     With gradients at y, w the largest rate so far to the power of ``weight_lr_power``,
     and c = w / (sum of all w)::

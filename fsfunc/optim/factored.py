@@ -260,7 +260,7 @@ def adafactor(
     weight_decay: float = 0.0,
     mask: Mask | None = None,
 ) -> Optimizer:
-    """Adafactor as ``torch.optim.Adafactor`` does it, over whole or sharded leaves.
+    """Makes Adafactor as ``torch.optim.Adafactor`` does it, for any leaves.
 
     With t = count + 1, b = t^beta2_decay, and means over each whole leaf::
 
@@ -270,12 +270,12 @@ def adafactor(
         p = p - learning_rate weight_decay p - step u / max(1, rms(u) / d)
 
     Args:
-        learning_rate: a number, or ``schedule(count)`` giving one; see `schedules`.
+        learning_rate: a number, or ``schedule(count)`` that returns one; see `schedules`.
         beta2_decay: how fast older squares are forgotten less, at most 0.
         eps: eps1, by default the machine epsilon of the leaf's dtype, and eps2.
         d: above which root mean square an update is scaled down, at least 1.
-        weight_decay: times the learning rate, what a leaf loses of itself.
-        mask: ``mask(path, leaf)`` says which leaves decay; all do without it.
+        weight_decay: the share of itself that a leaf loses, times the learning rate.
+        mask: ``mask(path, leaf)`` returns whether a leaf decays; by default all do.
 
     Returns:
         the optimizer; its state is an `AdafactorState`: of a matrix r + c numbers in

@@ -49,7 +49,7 @@ def scale_by_trust_ratio(
     *,
     mask: Mask | None = None,
 ) -> Optimizer:
-    """The transformation that scales each leaf's update by its trust ratio.
+    """Scales each leaf's update by its trust ratio.
 
     Of a leaf p with update u, as optax does it::
 
@@ -188,7 +188,7 @@ def lamb(
     mask: Mask | None = None,
     moment_dtype: torch.dtype | None = None,
 ) -> Optimizer:
-    """LAMB, with the defaults of optax: Adam whose step has the scale of each leaf.
+    """Makes LAMB, with the defaults of optax: Adam at the scale of each leaf.
 
     With m and v as Adam's, t = count + 1, and norms over each whole leaf::
 
@@ -199,12 +199,12 @@ def lamb(
     scale(learning_rate))``, in less memory.
 
     Args:
-        learning_rate: a number, or ``schedule(count)`` giving one; see `schedules`.
+        learning_rate: a number, or ``schedule(count)`` that returns one; see `schedules`.
         b1: decay of the mean, in [0, 1).
         b2: decay of the mean square, in [0, 1).
         eps: added to the denominator.
         weight_decay: what a leaf adds of itself to its update.
-        mask: ``mask(path, leaf)`` says which leaves decay; all do without it.
+        mask: ``mask(path, leaf)`` returns whether a leaf decays; by default all do.
         moment_dtype: of mu and nu, as of `sharded_adam`.
 
     Returns:
@@ -301,7 +301,7 @@ def lars(
     mask: Mask | None = None,
     trust_mask: Mask | None = None,
 ) -> Optimizer:
-    """LARS, with the defaults of optax: momentum whose steps have each leaf's scale.
+    """Makes LARS, with the defaults of optax: momentum at the scale of each leaf.
 
     With l the learning rate, and norms over each whole leaf::
 
@@ -312,13 +312,13 @@ def lars(
     where the ratio is 1 for a norm of 0, and for leaves that ``trust_mask`` leaves out.
 
     Args:
-        learning_rate: a number, or ``schedule(count)`` giving one; see `schedules`.
+        learning_rate: a number, or ``schedule(count)`` that returns one; see `schedules`.
         momentum: not negative.
         nesterov: look ahead along the momentum.
         weight_decay: added to the gradient, times the parameter.
         trust_coefficient: how far a step may go, as a part of the leaf.
         eps: added to the norm of the update.
-        mask: ``mask(path, leaf)`` says which leaves decay; all do without it.
+        mask: ``mask(path, leaf)`` returns whether a leaf decays; by default all do.
         trust_mask: the same of which leaves are scaled by their ratio.
 
     Returns:

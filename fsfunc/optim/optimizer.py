@@ -228,7 +228,7 @@ class Optimizer(_Functions):
         )
 
     def __call__(self, grad_fn: Callable[..., Any]) -> Callable[..., Any]:
-        """A train step ``step(state, *batch) -> (state, metrics)``.
+        """Makes a train step ``step(state, *batch) -> (state, metrics)``.
 
         Args:
             grad_fn: ``grad_fn(params, *batch) -> (value, grads)``, such as
@@ -237,8 +237,8 @@ class Optimizer(_Functions):
 
         Returns:
             a step over any state with ``.params`` and ``.apply_gradients(grads,
-            optimizer)``, and ``.opt_state`` where the optimizer ``interprets``. Its
-            metrics are ``{"loss": value}``, and ``"aux"`` if any.
+            optimizer)``, and ``.opt_state`` if the optimizer ``interprets``. Its
+            metrics are ``{"loss": value}``, and ``"aux"`` if there is any.
 
         >>> import torch
         >>> from types import SimpleNamespace
@@ -346,7 +346,7 @@ def begin_step(phases: Phases) -> Phases:
 
 
 def _ended_phases(step: Step) -> Phases:
-    """A generator that ends at once with ``step``."""
+    """Makes a generator that ends at once with ``step``."""
     return step
     yield  # which makes this function a generator
 
@@ -403,7 +403,7 @@ def _phases_of_writer(apply: Apply) -> Apply:
 
 
 def apply_updates(params: Tree, updates: Tree) -> Tree:
-    """``params + updates``, in the dtypes of ``params``.
+    """Returns ``params + updates``, in the dtypes of ``params``.
 
     Args:
         params: any tree; what is no floating tensor stays as it is.

@@ -78,7 +78,9 @@ def from_torch(
     numbers: Mapping[str, Any] | None = None,
     **options: Any,
 ) -> Optimizer:
-    """An elementwise optimizer of torch's kind, over whole or sharded leaves.
+    """Makes an optimizer of a class of ``torch.optim``, for whole or sharded leaves.
+
+    The class must be elementwise: it treats each element of a parameter by itself.
 
     Args:
         kind: the class: one of torch's own, such as ``torch.optim.RMSprop``, or, with

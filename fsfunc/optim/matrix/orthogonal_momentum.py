@@ -52,7 +52,9 @@ def newton_schulz(
     eps: float,
     scratch: Scratch | None = None,
 ) -> Tensor:
-    """``U f(S) V'`` for a matrix ``U S V'``, with f near 1: all directions alike.
+    """Returns ``U f(S) V'`` for a matrix ``U S V'``, with f near 1.
+
+    All singular values become about equal: the matrix is nearly orthogonal.
 
     X = X / max(norm, eps), and then ``steps`` times, of a wide X::
 
@@ -131,7 +133,7 @@ def muon(
     ns_dtype: torch.dtype = torch.bfloat16,
     mask: Mask | None = None,
 ) -> Optimizer:
-    """Muon as ``torch.optim.Muon`` has it, each matrix made orthogonal by one rank.
+    """Makes Muon as ``torch.optim.Muon`` has it, each matrix computed by one rank.
 
     With g the gradient, l the learning rate and O `newton_schulz`::
 
@@ -148,15 +150,15 @@ def muon(
     ``replicate``) they share likewise: no matrix is done twice.
 
     Args:
-        learning_rate: a number, or ``schedule(count)`` giving one; see `schedules`.
-        weight_decay: times the learning rate, what a leaf loses of itself.
+        learning_rate: a number, or ``schedule(count)`` that returns one; see `schedules`.
+        weight_decay: the share of itself that a leaf loses, times the learning rate.
         momentum: in [0, 1].
         nesterov: look ahead along the momentum.
         ns_coefficients, ns_steps, eps: of `newton_schulz`.
         adjust_lr_fn: how the rate depends on the shape: "original" (None is that too)
             or "match_rms_adamw".
         ns_dtype: of what is sent, and of the iterations: bfloat16, as torch has it.
-        mask: ``mask(path, leaf)`` says which leaves decay; all do without it.
+        mask: ``mask(path, leaf)`` returns whether a leaf decays; by default all do.
 
     Returns:
         the optimizer; its state is a `MuonState`. All leaves with a gradient must be

@@ -210,7 +210,7 @@ def shampoo(
     weight_decay: float = 0.0,
     mask: Mask | None = None,
 ) -> Optimizer:
-    """Shampoo, the preconditioners of each matrix kept and used by one rank.
+    """Makes Shampoo, the preconditioners of each matrix stored and used by one rank.
 
     With G the gradient of a block of a matrix, l the learning rate; L and R begin as
     eps I::
@@ -225,15 +225,15 @@ def shampoo(
     float32 or wider. Owners are balanced by FLOPs.
 
     Args:
-        learning_rate: a number, or ``schedule(count)`` giving one; see `schedules`.
+        learning_rate: a number, or ``schedule(count)`` that returns one; see `schedules`.
         momentum: not negative; with 0 there is no state for it.
         b2: decay of the covariances, in (0, 1]; with 1 they are sums, as in the paper.
         eps: above 0.
         interval: steps between one taking of the roots and the next; the first step
             takes them.
         block: the most rows and columns of a block; larger matrices are cut into such.
-        weight_decay: times the learning rate, what a leaf loses of itself.
-        mask: ``mask(path, leaf)`` says which leaves decay; all do without it.
+        weight_decay: the share of itself that a leaf loses, times the learning rate.
+        mask: ``mask(path, leaf)`` returns whether a leaf decays; by default all do.
 
     Returns:
         the optimizer; its state is a `ShampooState`. All leaves with a gradient must be
