@@ -90,8 +90,7 @@ def sharded_adam(
         p = p - l (m / (1 - b1^t) / (sqrt(v / (1 - b2^t)) + eps) + weight_decay p)
 
     Args:
-        learning_rate: a number, or ``schedule(count)`` that returns one; see
-            `schedules`.
+        learning_rate: a number, or a function of the count; see `schedules`.
         b1: decay of the mean of gradients, in [0, 1).
         b2: decay of their mean square, in [0, 1).
         eps: added to the denominator.

@@ -55,7 +55,7 @@ def sgd(
         p = p - l (d + momentum v  if nesterov else  v)
 
     Args:
-        learning_rate: a number, or ``schedule(count)`` that returns one; see `schedules`.
+        learning_rate: a number, or a function of the count; see `schedules`.
         momentum: not negative; with 0 there is no state but the count, and p = p - l d.
         nesterov: look ahead along the momentum.
         weight_decay: added to the gradient, times the parameter: an L2 penalty.
@@ -197,7 +197,7 @@ def lion(
         m = b2 m + (1 - b2) g
 
     Args:
-        learning_rate: a number, or ``schedule(count)`` that returns one; see `schedules`.
+        learning_rate: a number, or a function of the count; see `schedules`.
         b1: weight of the momentum in an update, in [0, 1).
         b2: decay of the momentum, in [0, 1).
         weight_decay: the share of itself that a leaf loses, times the learning rate.

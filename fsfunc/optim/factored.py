@@ -270,7 +270,7 @@ def adafactor(
         p = p - learning_rate weight_decay p - step u / max(1, rms(u) / d)
 
     Args:
-        learning_rate: a number, or ``schedule(count)`` that returns one; see `schedules`.
+        learning_rate: a number, or a function of the count; see `schedules`.
         beta2_decay: how fast older squares are forgotten less, at most 0.
         eps: eps1, by default the machine epsilon of the leaf's dtype, and eps2.
         d: above which root mean square an update is scaled down, at least 1.

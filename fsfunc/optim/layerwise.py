@@ -199,7 +199,7 @@ def lamb(
     scale(learning_rate))``, in less memory.
 
     Args:
-        learning_rate: a number, or ``schedule(count)`` that returns one; see `schedules`.
+        learning_rate: a number, or a function of the count; see `schedules`.
         b1: decay of the mean, in [0, 1).
         b2: decay of the mean square, in [0, 1).
         eps: added to the denominator.
@@ -312,7 +312,7 @@ def lars(
     where the ratio is 1 for a norm of 0, and for leaves that ``trust_mask`` leaves out.
 
     Args:
-        learning_rate: a number, or ``schedule(count)`` that returns one; see `schedules`.
+        learning_rate: a number, or a function of the count; see `schedules`.
         momentum: not negative.
         nesterov: look ahead along the momentum.
         weight_decay: added to the gradient, times the parameter.

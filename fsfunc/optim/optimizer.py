@@ -113,29 +113,29 @@ class _Functions(NamedTuple):
 
 
 class Optimizer(_Functions):
-    """The functions of an optimizer; called on a gradient function, a train step.
+    """An optimizer: its functions. Called on a gradient function it makes a train step.
 
     Args:
-        init: ``init(params) -> state``, a pytree of tensors and numbers. Of parameters
-            that are laid out, its plain leaves are one value on all ranks.
+        init: ``init(params) -> state``, a pytree of tensors and numbers. If parameters
+            have layouts, its plain leaves are one value on all ranks.
         update: ``update(grads, state, params=None) -> (updates, state)``: pure, made of
-            operations that differentiate; updates are added to the parameters, and None
-            stands for none. So it does in ``grads``, for what is no floating tensor or
-            was not reached: `ff.tree.map` hands it to your function.
+            operations that differentiate. Updates are added to the parameters; None is
+            no update. A gradient is None for a leaf that is no floating tensor, or that
+            the loss does not use: `ff.tree.map` passes it to your function.
         apply: ``apply(grads, state, params) -> (params, state)``: the same as update
-            and addition, which may be left out. As a generator function it has two
-            phases: all checks, norms and collectives come before its ``yield``, and
-            behind it it only writes; so several optimizers can share a step that,
-            failing, leaves the state as it was. It may write into tensors of ``params``
-            and ``state`` of which ``frame().donated`` says so (`Donation.may_write`),
-            and then tells it which leaves it took; never into ``grads``.
-        interprets: ``interprets(state) -> Reading``: inside which interpretations a
-            train step takes its gradients, where the optimizer has a say in that.
-        elementwise: your word that `update` treats each element by itself, so that a
-            step of some leaves, or of parts of them, is that part of the step:
-            `step_in_backward` asks for it.
+            and addition. It may be left out. As a generator function it has two phases:
+            all checks, norms and collectives come before its ``yield``, and after it it
+            only writes. So several optimizers can share a step, and a step that fails
+            leaves the state as it was. It may write into tensors of ``params`` and
+            ``state`` if ``frame().donated`` allows it (`Donation.may_write`), and then
+            tells that which leaves it took (`Donation.take`); never into ``grads``.
+        interprets: ``interprets(state) -> GradientScope``: the interpretations that a
+            train step computes its gradients in, if the optimizer needs some.
+        elementwise: whether `update` treats each element by itself, so that a step of
+            some leaves, or of parts of them, is that part of the whole step.
+            `step_in_backward` requires it, and takes your word for it.
         configuration: by name, what tells it from others of its kind. Ranks compare
-            it, and its repr shows it; without it, the names of its functions alone.
+            it, and its repr shows it. By default the names of its functions.
 
     >>> import torch
     >>> halve = Optimizer(

@@ -150,7 +150,7 @@ def muon(
     ``replicate``) they share likewise: no matrix is done twice.
 
     Args:
-        learning_rate: a number, or ``schedule(count)`` that returns one; see `schedules`.
+        learning_rate: a number, or a function of the count; see `schedules`.
         weight_decay: the share of itself that a leaf loses, times the learning rate.
         momentum: in [0, 1].
         nesterov: look ahead along the momentum.

@@ -225,7 +225,7 @@ def shampoo(
     float32 or wider. Owners are balanced by FLOPs.
 
     Args:
-        learning_rate: a number, or ``schedule(count)`` that returns one; see `schedules`.
+        learning_rate: a number, or a function of the count; see `schedules`.
         momentum: not negative; with 0 there is no state for it.
         b2: decay of the covariances, in (0, 1]; with 1 they are sums, as in the paper.
         eps: above 0.
