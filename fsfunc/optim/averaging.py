@@ -359,7 +359,7 @@ def schedule_free(
         b1: how far y is on the way from z to x, in (0, 1).
         weight_lr_power: how rates weigh in the average.
         weight_decay: what z loses of y, times the learning rate.
-        mask: ``mask(path, leaf)`` says which leaves decay so; all do without it.
+        mask: ``mask(path, leaf)`` returns whether a leaf decays so; by default all do.
 
     Returns:
         the optimizer; its state is a `ScheduleFreeState`. The parameters that it trains

@@ -59,7 +59,7 @@ def scale_by_trust_ratio(
         min_norm: what norms below count as.
         trust_coefficient: above 0.
         eps: added to the norm of the update.
-        mask: ``mask(path, leaf)`` says which leaves are scaled; all are without it.
+        mask: ``mask(path, leaf)`` returns whether a leaf is scaled; by default all are.
 
     Raises:
         ValueError: a negative number, or an update without ``params``.
@@ -101,7 +101,7 @@ class Trust:
         count = len(matched.leaf_positions)
         rows = joined(_rows_of_column(matched, 0), updates)
         norms = [n.clamp(min=self.min_norm) for n in row_norms(rows)]
-        is_scaled = matched.decays(1, self.mask)  # 1 where the mask says so, else 0
+        is_scaled = matched.decays(1, self.mask)  # 1 or 0, by the mask
         ratios = []
         flats = matched.buffers[0].tensors
         columns = norms[:count], norms[count:], matched.leaf_positions, flats

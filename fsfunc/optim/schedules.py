@@ -289,7 +289,7 @@ def ask_schedules_and_masks(params: Tree) -> Ask:
     >>> from fsfunc.comm.descriptions import told
     >>> from fsfunc.optim.transformations import scale
     >>> halving = scale(1.0).described_as("sgd", {"learning_rate": lambda n: 0.5**n})
-    >>> told("sgd", halving, answers(torch.ones(2)))[2:4]
+    >>> told("sgd", halving, ask_schedules_and_masks(torch.ones(2)))[2:4]
     [('sgd/learning_rate at count 0', '1.0'), ('sgd/learning_rate at count 1', '0.5')]
     """
     paths, leaves, _ = tree.flatten_with_paths(params, is_leaf=is_sharded)

@@ -86,15 +86,15 @@ def from_torch(
         kind: the class: one of torch's own, such as ``torch.optim.RMSprop``, or, with
             ``elementwise``, any other.
         lr: a number, or ``schedule(count)`` giving one; the class's own without it.
-        elementwise: your word that a class which is not torch's treats each element by
+        elementwise: for a class that is not torch's: True if it treats each element by
             itself, whatever the shape of the parameter, draws no random numbers, and
-            carries from step to step only what it keeps in ``state[parameter]``.
-        moments: of such a class, by name, what it keeps there for each element, and
-            what that is before the first step.
-        numbers: by name, what it keeps there as one number, and what that is before
-            the first step; a 0-dim tensor where it keeps it in one (on the host, or
-            else beside the parameters).
-        options: passed on to the class. Parameter groups: see `partition`, `masked`.
+            carries from step to step only what it stores in ``state[parameter]``.
+        moments: the names of what such a class stores there for each element, and the
+            value of each before the first step.
+        numbers: the names of what it stores there as one number, and the value of each
+            before the first step: a 0-dim tensor if it stores it in one (on the host,
+            or else beside the parameters).
+        options: passed on to the class. For parameter groups see `partition`, `masked`.
 
     Returns:
         the optimizer; its state is a `TorchState`. ``apply`` gives the bits of the

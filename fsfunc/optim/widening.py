@@ -273,7 +273,7 @@ def stochastic_rounding(optimizer: Optimizer, *, seed: int = 0) -> Optimizer:
         TypeError: a float16 leaf: what `master_weights` is for.
         RuntimeError: an update that is differentiated: a draw has no derivative.
 
-    Cost: nothing is sent. Nothing is kept; for the time of an update 4 bytes a
+    Cost: nothing is sent or stored; for the time of an update 4 bytes a
     parameter on the rank for the wide ones, and 2 for the rounded; 16 random bits an
     element, of which whole blocks of 131072 elements of a leaf are drawn.
 
