@@ -47,7 +47,7 @@ def reporting_write(path: Path) -> Iterator[None]:
     print(f"{path} is written")
 
 
-def write_json(path: Path, value: object) -> None:
+def write_json(path: Path, value: dict[str, Any]) -> None:
     """Writes a value that JSON can hold, and prints that it did."""
     with reporting_write(path):
         path.write_text(json.dumps(value, indent=1) + "\n")

@@ -175,9 +175,12 @@ def _run_plan(options: argparse.Namespace) -> None:
         write_json(options.json, {**about, "plans": facts})
 
 
-def _run_search(build: Any, mesh: Mesh | int, machine: Hardware | None) -> None:
-    """Prints the search of a `HuggingFaceStep`, and the code of the fastest stack."""
-    results = build.search(mesh, machine)
+def _run_search(
+    build: HuggingFaceStep, mesh: Mesh | int, machine: Hardware | None
+) -> None:
+    """Prints the search of a model's step, and the code of the fastest stack."""
+    # `_check_options` has seen to it that there is hardware.
+    results = build.search(mesh, machine)  # type: ignore[arg-type]
     print_table(results)
     print(f"\nThe fastest, around train_step:\n{results.best.code}")
 

@@ -165,9 +165,9 @@ def _local_share(
                     "with ff.Weighted from the loss"
                 )
             asks(mesh.check(axis))  # ranks have unlike numbers of rows
-    where = group(axis, at := here(mesh))
+    where = group(axis, this_rank := here(mesh))
     # Not where ranks are only planned: nobody would answer.
-    if at.link.moves and at.link.level is None:
+    if this_rank.link.moves and this_rank.link.level is None:
         lines = [(name, repr(value)) for name, value in vars(order).items()]
         agree(where, Section(_UNLIKE, lines, _ALIKE))
     return RankShare(where.position, count)

@@ -550,7 +550,7 @@ def _returning_update(equation: Equation, count: int) -> Callable[..., Tensor]:
     return _with_own_code(update)
 
 
-def _with_own_code(fn: Any) -> Any:
+def _with_own_code(fn: types.FunctionType) -> types.FunctionType:
     """Copies a function, with a code object of its own.
 
     torch.compile counts recompilations by code object, and gives up after a few: rules

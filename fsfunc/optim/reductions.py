@@ -339,11 +339,11 @@ def all_finite(values: Tree) -> Tensor:
     device = first_device(groups)
     bad = combine(norms, lambda x: ~x.isfinite().all(), device, torch.bool)
     axes = {a for spread, _ in groups for a in spread or ()}
-    here = frame().at
+    this_rank = frame().at
     # Under a transform over axes all ranks of the mesh skip a step or none does, also
     # ranks that hold other leaves, as stages of a pipeline.
-    if here is not None and any(getattr(h, "axes", ()) for h in frame().handlers):
-        axes = set(here.mesh.axes)
+    if this_rank is not None and any(getattr(h, "axes", ()) for h in frame().handlers):
+        axes = set(this_rank.mesh.axes)
     if axes:
         local_bad = assumed(bad.float(), "V")  # each rank's own, and no part of a sum
         # Ranks that train by themselves (`local_sgd`) agree on this all the same.

@@ -539,7 +539,7 @@ def _check_declared(
         )
 
 
-def _describe_value(x: object, p: Tensor) -> str:
+def _describe_value(x: Leaf, p: Tensor) -> str:
     """Describes the form in which a class stores a value of a parameter."""
     if not isinstance(x, Tensor):
         return "a number" if isinstance(x, (bool, int, float)) else type(x).__name__

@@ -115,7 +115,8 @@ class MatrixOwners:
     @cached_property
     def spans(self) -> list[list[tuple[int, int]]]:
         """By matrix and rank: what the rank holds, in the flattening of its block."""
-        return [[layout.span(at) for at in self.coordinates] for layout in self.layouts]
+        ranks = self.coordinates
+        return [[layout.span(coords) for coords in ranks] for layout in self.layouts]
 
     @cached_property
     def counts(self) -> list[list[int]]:
@@ -136,7 +137,8 @@ class MatrixOwners:
 
         If several ranks hold the same part, the one that is in the owner's copy sends.
         """
-        copy_of = [tuple(at[axis] for axis in self.copies) for at in self.coordinates]
+        ranks = self.coordinates
+        copy_of = [tuple(coords[axis] for axis in self.copies) for coords in ranks]
         return [[a == b for b in copy_of] for a in copy_of]
 
     @cached_property
@@ -188,7 +190,8 @@ class MatrixOwners:
         if layout.splits:  # blocks of the matrix; else ranges of its flattening
             blocks = [(self.coordinates[s], parts[s]) for s in parts]
             return assemble(
-                [(at, x.view(layout.local_shape(at))) for at, x in blocks], layout
+                [(coords, x.view(layout.local_shape(coords))) for coords, x in blocks],
+                layout,
             )
         order = sorted(
             (s for s in parts if self.counts[i][s]), key=self.spans[i].__getitem__
@@ -201,7 +204,7 @@ class MatrixOwners:
 def _rank_coordinates(
     axes: Axes, fixed: Sequence[tuple[str, int]]
 ) -> list[dict[str, int]]:
-    return [{**dict(fixed), **at} for at in every_coordinate(dict(axes))]
+    return [{**dict(fixed), **coords} for coords in every_coordinate(dict(axes))]
 
 
 @lru_cache(maxsize=64)  # a step asks for the same one every time
@@ -240,20 +243,22 @@ def sharing_ranks(leaf: Leaf, share_copies: bool) -> SharingRanks:
     if not is_sharded(leaf):
         return SharingRanks((), (), ())
     layout = leaf.layout
-    owned = {part.axis: part.coordinate for part in layout.owned}
-    split_sizes = {a: n for a, n in layout.sizes.items() if a not in owned}
+    owner_coordinates = {part.axis: part.coordinate for part in layout.owned}
+    split_sizes = {a: n for a, n in layout.sizes.items() if a not in owner_coordinates}
     copies = [a for a in averaged_axes() if share_copies and a not in layout.axes]
     if all(n == 1 for n in split_sizes.values()) and not copies:
-        return SharingRanks((), (), tuple((a, owned.get(a, 0)) for a in layout.axes))
-    at = here()
+        return SharingRanks(
+            (), (), tuple((a, owner_coordinates.get(a, 0)) for a in layout.axes)
+        )
+    this_rank = here()
     # In the order of the mesh's axes, whatever that of the layout.
     sizes = {
         a: split_sizes.get(a, n)
-        for a, n in at.mesh.axes.items()
+        for a, n in this_rank.mesh.axes.items()
         if a in {*split_sizes, *copies}
     }
     axes = tuple((a, n) for a, n in sizes.items() if n > 1)
-    coordinates = {**at.mesh.coordinates(at.rank), **owned}
+    coordinates = {**this_rank.mesh.coordinates(this_rank.rank), **owner_coordinates}
     fixed = tuple(
         (a, coordinates.get(a, 0)) for a in layout.axes if sizes.get(a, 1) == 1
     )
@@ -478,9 +483,9 @@ class MatrixExchange:
         wholes = {k: x.contiguous() for k, x in wholes.items()}
 
         def cut(rank: int) -> list[Tensor]:
-            at = owners.coordinates[rank]
+            coordinates = owners.coordinates[rank]
             rows = [
-                take(wholes[k], owners.layouts[k], at)
+                take(wholes[k], owners.layouts[k], coordinates)
                 for k in owners.matrices_of[rank_here]
             ]
             return [x.reshape(-1) for x in rows]
