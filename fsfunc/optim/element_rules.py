@@ -210,7 +210,7 @@ def elementwise_optimizer(rule: ElementRule, codec: Codec) -> Optimizer:
     ...     name="heavy_ball", state=State, moments=1, equation=equation,
     ...     numbers=lambda count: (0.5,),
     ... )
-    >>> optimizer, w = elementwise(rule, Codec()), torch.ones(2)
+    >>> optimizer, w = elementwise_optimizer(rule, Codec()), torch.ones(2)
     >>> optimizer.apply(torch.ones(2), optimizer.init(w), w)
     (tensor([0.5000, 0.5000]), State(count=1, m=tensor([1., 1.])))
     """

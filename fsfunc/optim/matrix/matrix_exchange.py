@@ -66,9 +66,9 @@ def balance_owners(
 
     Source: Graham, Bounds on multiprocessing timing anomalies, 1969.
 
-    >>> balanced([1, 1, 1, 1, 8], [[6, 0], [6, 0], [0, 6], [0, 6], [3, 3]], 2)
+    >>> balance_owners([1, 1, 1, 1, 8], [[6, 0], [6, 0], [0, 6], [0, 6], [3, 3]], 2)
     (1, 1, 1, 1, 0)
-    >>> balanced([1, 1, 1, 1], [[6, 0], [4, 2], [0, 6], [0, 6]], 2)
+    >>> balance_owners([1, 1, 1, 1], [[6, 0], [4, 2], [0, 6], [0, 6]], 2)
     (0, 0, 1, 1)
     """
     # First how many matrices of each cost a rank owns, then which of them.
