@@ -193,8 +193,8 @@ class Codec:
             return new_params, rule.make_state(count + 1, new)
         updates, *new = matched.map_rule(rule.rule_at(count), decays)
         yield
-        added = apply_updates(params, updates) if returns_params else updates
-        return added, rule.make_state(count + 1, new)
+        new_tree = apply_updates(params, updates) if returns_params else updates
+        return new_tree, rule.make_state(count + 1, new)
 
 
 def elementwise_optimizer(rule: ElementRule, codec: Codec) -> Optimizer:

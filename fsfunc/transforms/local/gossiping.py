@@ -109,7 +109,9 @@ class Gossip(LocalUpdates):
             return None
         asks(where.axis)
         weight = state.weights[where.index] - 1
-        return map_flat(lambda xs: torch._foreach_mul(xs, weight), params, untrainable=None)
+        return map_flat(
+            lambda xs: torch._foreach_mul(xs, weight), params, untrainable=None
+        )
 
     def meet(
         self, state: LocalState, held: Any, params: Any, step: int, where: RankGroup
