@@ -190,7 +190,7 @@ def adam_rule(
         kernel=kernel,
         weight_decay=weight_decay,
         mask=mask,
-        memory=b2,
+        moment_decay=b2,
     )
 
 

@@ -122,13 +122,13 @@ _SMALLEST_CHANGE = {torch.bfloat16: 2**-8, torch.float16: 2**-11}
 
 
 def warn_narrow(
-    name: str, average: Tree, least: tuple[float, str], way: str = ""
+    name: str, average: Tree, least: tuple[float, str], advice: str = ""
 ) -> None:
     """Warns of averages whose dtype has too few bits for their moves.
 
     Args:
         least: the least share of a change by which an average moves, and its words.
-        way: the start of the advice, where there is another than `master_weights`.
+        advice: its start, where there is another than `master_weights`.
     """
     dtypes = {
         stored_dtype(x) for x in tree.leaves(average, is_sharded) if x is not None
@@ -137,7 +137,7 @@ def warn_narrow(
     if stuck:
         warn(
             f"{name}'s averages are as narrow as the parameters: in {min(stuck)} one "
-            f"does not move by {least[1]}. Give {way}"
+            f"does not move by {least[1]}. Give {advice}"
             f"ff.master_weights(ff.{name}(optimizer)), which averages those",
         )
 

@@ -249,6 +249,6 @@ def lion(
         equation=equation,
         weight_decay=weight_decay,
         mask=mask,
-        memory=b2,
+        moment_decay=b2,
     )
     return elementwise_optimizer(rule, codec_of(moment_dtype, CodedLionState))

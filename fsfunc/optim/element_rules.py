@@ -71,7 +71,7 @@ class ElementRule:
         kernel: ``kernel(count)(params, grads, *moments, weight_decay=)`` writes the
             same step into lists of dense tensors of one dtype.
         weight_decay, mask: the decay of a leaf.
-        memory: the decay of a moment that gains (1 - memory) of what is new: ``init``
+        moment_decay: of a moment that gains (1 - moment_decay) of what is new: ``init``
             warns where its dtype has too few bits for that. 0 for no warning.
     """
 
@@ -83,7 +83,7 @@ class ElementRule:
     kernel: Callable[[Any], Kernel] | None = None
     weight_decay: float = 0.0
     mask: Mask | None = None
-    memory: float = 0.0
+    moment_decay: float = 0.0
 
     def make_state(self, count: Count, moments: Sequence[Tree]) -> State:
         """Returns the state of these moments; its one field is None without any."""
@@ -163,8 +163,8 @@ class Codec:
 
     def init(self, rule: ElementRule, params: Tree) -> State:
         """Returns the first state: a count of 0, and moments of 0."""
-        if rule.memory and self.state is None:  # moments without a scale
-            warn_narrow_moments(rule.name, rule.memory, params, self.dtype)
+        if rule.moment_decay and self.state is None:  # moments without a scale
+            warn_narrow_moments(rule.name, rule.moment_decay, params, self.dtype)
         moments = [zeros_like(params, self.dtype) for _ in range(rule.moments)]
         return rule.make_state(0, moments)
 

@@ -107,16 +107,16 @@ class Trust:
         columns = norms[:count], norms[count:], matched.leaf_positions, flats
         for param_norms, update_norms, positions, flat in zip(*columns, strict=True):
             if param_norms.device != update_norms.device:  # one of them is offloaded
-                where = computing_device(flat)
+                device = computing_device(flat)
                 param_norms, update_norms = (
-                    param_norms.to(where),
-                    update_norms.to(where),
+                    param_norms.to(device),
+                    update_norms.to(device),
                 )
             # No branch on the norms: nothing waits for the device. The inner `where`
             # keeps the derivative finite where a norm is 0.
             is_usable = (param_norms != 0) & (update_norms != 0)
-            safe = torch.where(is_usable, update_norms, 1) + self.eps
-            ratio = torch.where(is_usable, self.coefficient * param_norms / safe, 1)
+            divisors = torch.where(is_usable, update_norms, 1) + self.eps
+            ratio = torch.where(is_usable, self.coefficient * param_norms / divisors, 1)
             if not all(is_scaled[j] for j in positions):
                 options = {"dtype": torch.bool, "device": ratio.device}
                 mask = torch.tensor([is_scaled[j] for j in positions], **options)

@@ -253,9 +253,9 @@ class Optimizer(_Functions):
         """
         check_function(grad_fn, "an optimizer")
 
-        def train_step(state: Any, *batch: Any, **named: Any) -> tuple[Any, dict]:
+        def train_step(state: Any, *batch: Any, **keywords: Any) -> tuple[Any, dict]:
             claim(self, "the optimizer that makes the step")
-            run = partial(grad_fn, state.params, *batch, **named)
+            run = partial(grad_fn, state.params, *batch, **keywords)
             handlers, optimizer = self.gradient_scope(
                 getattr(state, "opt_state", None), state.params
             )

@@ -301,8 +301,8 @@ def global_norm(values: Tree, p: float = 2.0) -> Tensor:
         # transpose of the psum.
         if may_be_differentiated(tensors):
             norms += [_norm_of_none(t, dtype) for t in tensors if not t.numel()]
-        where = first_device([(axes, tensors)])
-        local_norms.append((axes, combine(norms, norm_of, where, dtype)))
+        group_device = first_device([(axes, tensors)])
+        local_norms.append((axes, combine(norms, norm_of, group_device, dtype)))
     device = first_device(groups)
     if math.isinf(p):
         maxima = [max_over_parts(norm, axes) for axes, norm in local_norms]

@@ -141,12 +141,12 @@ class WidenedOptimizer:
         is_differentiated = any([Matched.of(*pair).differentiated for pair in pairs])
         del pairs
         if returns_params and not is_differentiated:
-            within = frame().replace(donated=self.donation(narrow.only(wide)))
+            inner_frame = frame().replace(donated=self.donation(narrow.only(wide)))
             # No ``with`` is open at the ``yield``: others run their phases there.
-            with inside(within):
+            with inside(inner_frame):
                 step = begin_step(self.optimizer.phases(grads, state.inner, wide, True))
             yield
-            with inside(within):
+            with inside(inner_frame):
                 new_wide, inner = finish_step(step)
             copies = narrow.only(new_wide)
             matched = Matched.of(narrow_params, self.round(state, copies))
