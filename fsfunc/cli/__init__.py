@@ -1,5 +1,8 @@
 """The commands of ``python -m fsfunc``.
 
+Each command's file has a function ``add_...`` that gives `main` its parser; the parsed
+options carry the function that runs it, ``options.run``.
+
 plan_command.py     plan
 prove_command.py    prove
 commands.py         checkpoint, consolidate, hardware
@@ -20,7 +23,7 @@ import fsfunc
 from fsfunc.cli.build_scripts import Refused
 from fsfunc.cli.commands import add_checkpoints, add_hardware
 from fsfunc.cli.names_command import add_names
-from fsfunc.cli.parsers import CommandParser, refuse_unknown
+from fsfunc.cli.parsers import CommandParser, refuse_arguments
 from fsfunc.cli.plan_command import add_plan
 from fsfunc.cli.prove_command import add_prove
 from fsfunc.printing.tables import visible_lines
@@ -29,32 +32,32 @@ COMMANDS = (add_plan, add_prove, add_hardware, add_checkpoints, add_names)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The exit status of a command line: 0, or 2 where it makes no sense.
+    """Runs a command line; returns its exit status: 0, or 2 if it makes no sense.
 
-    What follows ``--`` is the script's own, which finds it in ``sys.argv``.
+    Arguments after ``--`` are the script's own, which finds them in ``sys.argv``.
     """
-    given = list(sys.argv[1:] if argv is None else argv)
-    cut = given.index("--") if "--" in given else len(given)
-    own, passed = given[:cut], given[cut + 1 :]
-    top = CommandParser(
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    cut = arguments.index("--") if "--" in arguments else len(arguments)
+    arguments, passed = arguments[:cut], arguments[cut + 1 :]
+    parser = CommandParser(
         prog="python -m fsfunc",
         description="Answers what can be asked of fsfunc without a program of one's "
         "own.",
         example=["names gradient clip"],
     )
     versions = f"fsfunc {fsfunc.__version__}, torch {torch.__version__}"
-    top.add_argument("--version", action="version", version=versions)
-    commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    parser.add_argument("--version", action="version", version=versions)
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for add in COMMANDS:
         add(commands)
-    options, unknown = top.parse_known_args(own)
+    options, unknown = parser.parse_known_args(arguments)
     options.passed = passed
     if unknown or (passed and not options.takes_script):
-        refuse_unknown(options, own, unknown)
+        refuse_arguments(options, arguments, unknown)
     try:
         options.run(options)
     except Refused as error:
-        said = f"python -m fsfunc {options.command}: {error}"
-        print(visible_lines(said), file=sys.stderr)
+        message = f"python -m fsfunc {options.command}: {error}"
+        print(visible_lines(message), file=sys.stderr)
         return 2
     return 0

@@ -1,7 +1,8 @@
-"""Scripts that define build(mesh), and what commands print and write.
+"""Runs scripts that define build(mesh), and prints and writes what commands find.
 
-Whatever a user can mend at once is a :class:`Refused`, to be shown without a
-traceback; errors of the script's own code come through as they are.
+`plan` and `prove` import such a script and call its ``build``. An error that a user can
+mend at once is a :class:`Refused`, which is shown without a traceback; errors of the
+script's own code come through as they are.
 """
 
 from __future__ import annotations
@@ -25,20 +26,20 @@ from fsfunc.planning.plans import Plan
 from fsfunc.printing.tables import Printed
 
 
-def put(shown: Printed) -> None:
-    """Print in colours on a terminal; elsewhere as text of any width."""
+def print_table(table: Printed) -> None:
+    """Prints in colours on a terminal; elsewhere as text of any width."""
     if sys.stdout.isatty():
         import rich
 
-        rich.print(shown)
+        rich.print(table)
     else:
-        print(shown)
+        print(table)
     print()
 
 
 @contextmanager
-def writing(path: Path) -> Iterator[None]:
-    """Refuses what cannot be written, and says what was."""
+def reporting_write(path: Path) -> Iterator[None]:
+    """Turns errors of a write into :class:`Refused`; prints what was written."""
     try:
         yield
     except (OSError, ImportError) as error:
@@ -46,14 +47,14 @@ def writing(path: Path) -> Iterator[None]:
     print(f"{path} is written")
 
 
-def write_json(path: Path, value: Any) -> None:
-    """Writes what JSON can hold, and says that it did."""
-    with writing(path):
+def write_json(path: Path, value: dict[str, Any]) -> None:
+    """Writes a value that JSON can hold, and prints that it did."""
+    with reporting_write(path):
         path.write_text(json.dumps(value, indent=1) + "\n")
 
 
 RETURNS = "(step, init, optimizer, batch), or with the layouts of parameters behind"
-FSFUNC = Path(__file__).parents[1]
+FSFUNC = Path(__file__).parents[1]  # the package's folder
 
 
 class Refused(Exception):
@@ -61,11 +62,11 @@ class Refused(Exception):
 
 
 @contextlib.contextmanager
-def started(script: Path, passed: Sequence[str]) -> Iterator[None]:
-    """Inside, a script finds ``passed`` and its folder as if Python had started it."""
+def script_arguments(script: Path, passed: Sequence[str]) -> Iterator[None]:
+    """Inside, a script finds its arguments and folder as if Python had started it."""
     if not script.is_file():
-        what = "is a folder" if script.is_dir() else "does not exist"
-        raise Refused(f"{script} {what}: name a Python file that defines build(mesh)")
+        fault = "is a folder" if script.is_dir() else "does not exist"
+        raise Refused(f"{script} {fault}: name a Python file that defines build(mesh)")
     argv, path = sys.argv, sys.path
     sys.argv = [str(script), *passed]
     sys.path = [str(script.resolve().parent), *path]
@@ -75,9 +76,9 @@ def started(script: Path, passed: Sequence[str]) -> Iterator[None]:
         sys.argv, sys.path = argv, path
 
 
-def build_of(script: Path) -> Callable[[Mesh | None], Any]:
-    """The ``build`` of a script, which is imported as a module of its file's name."""
-    module = _imported(script)
+def load_build(script: Path) -> Callable[[Mesh | None], Any]:
+    """Imports a script as a module of its file's name; returns its ``build``."""
+    module = _import_script(script)
     build = getattr(module, "build", None)
     if build is None:
         raise Refused(
@@ -96,8 +97,8 @@ def build_of(script: Path) -> Callable[[Mesh | None], Any]:
     return build
 
 
-def _imported(script: Path) -> ModuleType:
-    """The module of a file; the import runs it, but not as ``__main__``."""
+def _import_script(script: Path) -> ModuleType:
+    """Imports a file as a module: it runs, but not as ``__main__``."""
     path = script.resolve()
     loader = SourceFileLoader(path.stem, str(path))
     spec = importlib.util.spec_from_file_location(path.stem, path, loader=loader)
@@ -116,64 +117,70 @@ def _imported(script: Path) -> ModuleType:
     return module
 
 
-def plan_of(
+def plan_build(
     build: Callable[[Mesh], Any], mesh: Mesh, script: Path, device: str = "cpu"
 ) -> tuple[Plan, Callable[..., Any]]:
-    """The plan of what ``build`` makes for a mesh, on a device; and its step.
+    """Plans what ``build`` returns for a mesh, on a device; returns its step too.
 
     Raises:
-        Refused: it makes something else; fsfunc refuses it on this mesh; the step has
-            no use for an axis.
+        Refused: ``build`` returns something else; fsfunc refuses it on this mesh; the
+            step has no use for an axis.
     """
-    with refusing(script):
-        made = build(mesh)
-    step, init, optimizer, batch, layouts = checked(made, script)
-    with refusing(script):
-        how = {"mesh": mesh, "layouts": layouts, "device": device}
-        found = plan(step, init, optimizer, batch, **how)
-    used = set(found.asked)
-    for own in found.ranks:
-        used |= {axis for record in own.records for axis in record.axis}
+    with refusing_errors(script):
+        values = build(mesh)
+    step, init, optimizer, batch, layouts = check_build_values(values, script)
+    with refusing_errors(script):
+        options = {"mesh": mesh, "layouts": layouts, "device": device}
+        step_plan = plan(step, init, optimizer, batch, **options)
+    used_axes = set(step_plan.asked)
+    for rank_plan in step_plan.ranks:
+        used_axes |= {axis for record in rank_plan.records for axis in record.axis}
     for axis, size in mesh.axes.items():
-        if size > 1 and axis not in used:
+        if size > 1 and axis not in used_axes:
             raise Refused(
                 f"{script} has no use for the axis {axis} of {mesh.axes}: nothing goes "
                 f"over it, and its {size} ranks would all do the same. Leave it out, "
                 "or name it as the script does"
             )
-    return found, step
+    return step_plan, step
 
 
-def checked(made: Any, script: Path) -> tuple[Any, ...]:
-    """The values that ``build`` returned, if a plan can be made of them."""
+def check_build_values(values: Any, script: Path) -> tuple[Any, Any, Any, Any, Any]:
+    """Checks what ``build`` returned.
+
+    Returns:
+        (step, init, optimizer, batch, layouts or None).
+    """
     start = f"build of {script} returns {RETURNS}"
-    if not isinstance(made, tuple | list):
-        raise Refused(f"{start}, and returned {_shown(made)}")
-    if len(made) not in (4, 5):
-        raise Refused(f"{start}, and returned {len(made)} values")
-    step, init, optimizer, batch, layouts = (*made, None)[:5]
+    if not isinstance(values, tuple | list):
+        raise Refused(f"{start}, and returned {_describe_type(values)}")
+    if len(values) not in (4, 5):
+        raise Refused(f"{start}, and returned {len(values)} values")
+    step, init, optimizer, batch, layouts = (*values, None)[:5]
     if not callable(step):
-        raise Refused(f"{start}: its step is no function, but {_shown(step)}")
+        raise Refused(f"{start}: its step is no function, but {_describe_type(step)}")
     if not callable(init):
         raise Refused(
             f"{start}: its init is no function that returns the parameters, but "
-            f"{_shown(init)}; of a function no parameter is ever made"
+            f"{_describe_type(init)}; of a function no parameter is ever made"
         )
     if not hasattr(optimizer, "init"):
-        raise Refused(f"{start}: its optimizer is none, but {_shown(optimizer)}")
+        raise Refused(
+            f"{start}: its optimizer is none, but {_describe_type(optimizer)}"
+        )
     return step, init, optimizer, batch, layouts
 
 
-def _shown(value: Any) -> str:
+def _describe_type(value: object) -> str:
     return "None" if value is None else f"a value of type {type(value).__name__}"
 
 
 @contextlib.contextmanager
-def refusing(script: Path) -> Iterator[None]:
-    """Turns what fsfunc itself refuses into :class:`Refused`, with the script's line.
+def refusing_errors(script: Path) -> Iterator[None]:
+    """Turns errors of fsfunc's own into :class:`Refused`, with the script's line.
 
-    Its ``ValueError`` and ``RuntimeError`` say what to mend. Those that any other code
-    raised, and all other errors, pass.
+    A ``ValueError`` or ``RuntimeError`` of fsfunc says what to mend. Those of any other
+    code, and all other errors, pass.
     """
     try:
         yield
@@ -181,15 +188,16 @@ def refusing(script: Path) -> Iterator[None]:
         frames = traceback.extract_tb(error.__traceback__)
         if not Path(frames[-1].filename).is_relative_to(FSFUNC):
             raise
-        said, where = str(error), _line_of(script, frames)
-        raise Refused(said if where in said else f"{where}: {said}") from error
+        message, line = str(error), _script_line(script, frames)
+        raise Refused(message if line in message else f"{line}: {message}") from error
 
 
-def _line_of(script: Path, frames: Sequence[traceback.FrameSummary]) -> str:
-    """The innermost line of the script, or of a file in its folder."""
+def _script_line(script: Path, frames: Sequence[traceback.FrameSummary]) -> str:
+    """Returns the innermost line of the script, or of a file in its folder."""
     for frame in reversed(frames):
         file = Path(frame.filename)
-        theirs = file.is_relative_to(FSFUNC) or "site-packages" in file.parts
-        if file.is_relative_to(script.resolve().parent) and not theirs:
+        # Both may lie below the script's folder: in a checkout, in a virtualenv.
+        is_library = file.is_relative_to(FSFUNC) or "site-packages" in file.parts
+        if file.is_relative_to(script.resolve().parent) and not is_library:
             return f"{file}:{frame.lineno}"
     return str(script)

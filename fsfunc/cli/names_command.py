@@ -11,9 +11,10 @@ from typing import Any
 
 import fsfunc as ff
 from fsfunc.cli.build_scripts import Refused
+from fsfunc.cli.parsers import Commands
 
 ROOMS = ("nn", "schedules", "hardware", "graphs", "show", "testing")
-THINGS = {  # objects without a docstring of their own
+SENTENCES = {  # on objects without a docstring of their own
     "is_sharded": "True for a Sharded leaf: `is_leaf=ff.is_sharded`",
     "hardware.A100_40": "An A100 of 40 GB, eight to a node",
     "hardware.A100_80": "An A100 of 80 GB, eight to a node",
@@ -111,82 +112,88 @@ EXAMPLES = {
 }
 
 
-def add_names(commands: Any) -> None:
+def add_names(commands: Commands) -> None:
     """Adds ``names`` to argparse's subparsers."""
     about = "every public name, with a sentence on each"
-    one = commands.add_parser(
+    parser = commands.add_parser(
         "names",
         help=about,
         description=f"Prints {about}. Words are those of torch and of papers too: "
         "fsdp, all reduce, gradient clip, eval.",
         example=["names gradient clip"],
     )
-    one.set_defaults(run=_list, parser=one, takes_script=False)
-    only = "print only the names that every WORD is said of"
-    one.add_argument("words", nargs="*", metavar="WORD", help=only)
+    parser.set_defaults(run=_run_names, parser=parser, takes_script=False)
+    words_help = "print only the names that every WORD is said of"
+    parser.add_argument("words", nargs="*", metavar="WORD", help=words_help)
 
 
-def _list(options: argparse.Namespace) -> None:
+def _run_names(options: argparse.Namespace) -> None:
     words = " ".join(options.words).lower().split()
-    named, mentioned = [], []  # ``zero`` also stands in sentences on other things
-    for name, thing in sorted(public().items()):
-        line = f"ff.{name}: {sentence(name, thing)}"
+    # Names before sentences: ``zero`` also stands in sentences on other things.
+    named, mentioned = [], []
+    for name, value in sorted(public_objects().items()):
+        line = f"ff.{name}: {first_sentence(name, value)}"
         names = f"{name} {name.replace('_', ' ')} {WORDS.get(name, '')}".lower()
         if all(word in names for word in words):
             named.append(line)
         elif all(word in f"{names} {line}".lower() for word in words):
             mentioned.append(line)
-    for file, (about, more) in EXAMPLES.items() if words else ():
-        if all(word in f"{file} {about} {more}".lower() for word in words):
+    for file, (about, other_words) in EXAMPLES.items() if words else ():
+        if all(word in f"{file} {about} {other_words}".lower() for word in words):
             mentioned.append(f"examples/{file}: {about}")
     if not named and not mentioned:
         raise Refused(
             f"no public name, and no sentence on one, has {' '.join(words)!r}"
-            f"{_nearest(words)}; fewer words find more, and none find all"
+            f"{_nearest_words(words)}; fewer words find more, and none find all"
         )
     print("\n".join([*named, *mentioned]))
 
 
-def _nearest(words: list[str]) -> str:
-    """The words of names that come close to some that nothing has."""
-    said = " ".join([*public(), *WORDS.values()]).lower().replace(".", " ")
-    known = {*said.split(), *said.replace("_", " ").split()}
-    near = [get_close_matches(word, known, 1) for word in words if word not in known]
-    found = [match[0] for match in near if match]
-    return f" (there is: {', '.join(found)})" if found else ""
+def _nearest_words(words: list[str]) -> str:
+    """Returns advice: known words that are close to those of ``words`` that are not."""
+    text = " ".join([*public_objects(), *WORDS.values()]).lower().replace(".", " ")
+    known = {*text.split(), *text.replace("_", " ").split()}
+    matches = [get_close_matches(word, known, 1) for word in words if word not in known]
+    nearest = [match[0] for match in matches if match]
+    return f" (there is: {', '.join(nearest)})" if nearest else ""
 
 
-def public() -> dict[str, Any]:
-    """The objects that users reach as ``ff.name`` or ``ff.room.name``, by that name."""
+def public_objects() -> dict[str, Any]:
+    """Returns what users reach as ``ff.name`` or ``ff.room.name``, by that name."""
     from fsfunc import nn  # noqa: F401  # a room that is imported by its name
 
-    found = {}
+    objects = {}
     for name in dir(ff):
-        thing = getattr(ff, name)
+        value = getattr(ff, name)
         if name in ROOMS:
-            own = {*getattr(thing, "__all__", ()), *filter(_is_ours(thing), dir(thing))}
-            found |= {f"{name}.{n}": getattr(thing, n) for n in own}
-        elif name == "is_sharded" or _is_ours(ff)(name):
-            found[name] = thing
-    again = [n for n in found if n.partition(".")[2] in found]  # under a shorter name
-    return {n: thing for n, thing in found.items() if n not in again}
+            members = {
+                *getattr(value, "__all__", ()),
+                *filter(_is_public_in(value), dir(value)),
+            }
+            objects |= {
+                f"{name}.{member}": getattr(value, member) for member in members
+            }
+        elif name == "is_sharded" or _is_public_in(ff)(name):
+            objects[name] = value
+    # Those that are reached under a shorter name too.
+    repeated = [name for name in objects if name.partition(".")[2] in objects]
+    return {name: value for name, value in objects.items() if name not in repeated}
 
 
-def _is_ours(room: ModuleType) -> Callable[[str], bool]:
-    """True for a public name of a room, of an object that fsfunc defines."""
+def _is_public_in(room: ModuleType) -> Callable[[str], bool]:
+    """Makes a test whether a room's name is public, and defined by fsfunc."""
 
-    def ours(name: str) -> bool:
-        thing = getattr(room, name)
-        home = str(getattr(thing, "__module__", ""))
-        return name[0] != "_" and home.startswith("fsfunc")
+    def is_public(name: str) -> bool:
+        module = str(getattr(getattr(room, name), "__module__", ""))
+        return name[0] != "_" and module.startswith("fsfunc")
 
-    return ours
+    return is_public
 
 
-def sentence(name: str, thing: Any) -> str:
-    """The first sentence of an object's docstring, as plain text."""
-    if name in THINGS:
-        return THINGS[name]
-    said = (inspect.getdoc(thing) or "").partition("\n\n")[0]
-    said = said.replace(":func:", "").replace(":class:", "").replace("``", "`")
-    return " ".join(said.split()).rstrip(".")
+def first_sentence(name: str, value: object) -> str:
+    """Returns the first sentence of an object's docstring, as plain text."""
+    if name in SENTENCES:
+        return SENTENCES[name]
+    text = (inspect.getdoc(value) or "").partition("\n\n")[0]
+    text = text.replace(":func:", "").replace(":class:", "").replace("``", "`")
+    return " ".join(text.split()).rstrip(".")

@@ -1,4 +1,4 @@
-"""Command lines: parsed, or refused with the way out."""
+"""Parses command lines, or refuses them with an example of one that works."""
 
 from __future__ import annotations
 
@@ -7,14 +7,17 @@ import difflib
 import shlex
 import textwrap
 from collections.abc import Sequence
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeAlias
+
+# What argparse's ``add_subparsers`` returns: each command adds its parser to it.
+Commands: TypeAlias = "argparse._SubParsersAction[CommandParser]"
 
 
 class CommandParser(argparse.ArgumentParser):
     """A parser whose errors show a command line that works.
 
-    Options are given by their whole names: a script's own, which follow ``--``, may
-    begin as one of them does.
+    Options must be given by their whole names. With abbreviations an option of the
+    script's own, after ``--``, could be taken for one of these.
 
     Args:
         example: the arguments of a command line that works, one a printed line.
@@ -47,14 +50,15 @@ class CommandParser(argparse.ArgumentParser):
         return near[0] if near else None
 
 
-def refuse_unknown(
-    options: argparse.Namespace, given: Sequence[str], unknown: Sequence[str]
+def refuse_arguments(
+    options: argparse.Namespace, arguments: Sequence[str], unknown: Sequence[str]
 ) -> NoReturn:
     """Ends the process: a command was given arguments that it does not have.
 
     Args:
         options: what was parsed; ``options.passed`` followed ``--``.
-        given: the arguments before ``--``; ``unknown``: those that are no command's.
+        arguments: those before ``--``.
+        unknown: those of them that the command does not have.
     """
     command: CommandParser = options.parser
     if not unknown:
@@ -66,12 +70,14 @@ def refuse_unknown(
     if near := next(filter(None, map(command.nearest, unknown)), None):
         message += f". Did you mean {near}?"
     if options.takes_script:
-        hf, script = getattr(options, "hf", None), options.script
-        if hf and script:  # the value of an option that the command does not have
-            unknown = [a for a in given if a in (*unknown, str(script))]
-        path = hf or script
+        config, script = getattr(options, "hf", None), options.script
+        # Beside --hf a SCRIPT is the value of an option that the command does not have:
+        # both are to follow ``--``.
+        if config and script:
+            unknown = [a for a in arguments if a in (*unknown, str(script))]
+        path = config or script
         if path is not None and path.exists():
-            line = [*_without(given, unknown), "--", *unknown, *options.passed]
+            line = [*_without(arguments, unknown), "--", *unknown, *options.passed]
             message += f"\noptions of {path} itself follow --:"
             message += f"\n    python -m fsfunc {shlex.join(line)}"
         else:
@@ -83,12 +89,12 @@ def refuse_unknown(
     command.error(message)
 
 
-def _without(given: Sequence[str], unknown: Sequence[str]) -> list[str]:
+def _without(arguments: Sequence[str], unknown: Sequence[str]) -> list[str]:
     """Returns the arguments but for some, which are among them in this order."""
-    left, rest = [], list(unknown)
-    for argument in given:
-        if rest and argument == rest[0]:
-            del rest[0]
+    known, remaining = [], list(unknown)
+    for argument in arguments:
+        if remaining and argument == remaining[0]:
+            del remaining[0]
         else:
-            left.append(argument)
-    return left
+            known.append(argument)
+    return known

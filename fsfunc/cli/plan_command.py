@@ -1,11 +1,15 @@
-"""``python -m fsfunc plan``: what a script's step will do, before it runs."""
+"""``python -m fsfunc plan``: what a script's step will do, before it runs.
+
+For each mesh it plans the step of a script, or of a Hugging Face model; prints the plan
+and, with --hardware, an estimate of its time; and draws and writes what options ask.
+"""
 
 from __future__ import annotations
 
 import argparse
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -15,15 +19,16 @@ from fsfunc import show
 from fsfunc.cli.build_scripts import (
     RETURNS,
     Refused,
-    build_of,
-    plan_of,
-    put,
-    refusing,
-    started,
+    load_build,
+    plan_build,
+    print_table,
+    refusing_errors,
+    reporting_write,
+    script_arguments,
     write_json,
-    writing,
 )
 from fsfunc.cli.hugging_face import HuggingFaceStep
+from fsfunc.cli.parsers import Commands
 from fsfunc.comm.launch import make_mesh
 from fsfunc.comm.ledgers import Record
 from fsfunc.comm.mesh import Mesh
@@ -42,15 +47,15 @@ from fsfunc.show.estimates import estimate as estimate_tables
 from fsfunc.testing.step_runs import batch_axes
 
 HF_OPTIONS = "its options follow --: --sequences, --length, --zero, --no-remat"
-THIS = "this"  # as a hardware's name: the machine at hand
-MESH = "an axis is NAME=SIZE, such as data=1024 or data=128,pipe=8"
-ANY = "or, to --search all meshes of so many ranks, their number"
+THIS_MACHINE = "this"  # as a hardware's name: the machine at hand
+MESH_HELP = "an axis is NAME=SIZE, such as data=1024 or data=128,pipe=8"
+ANY_MESH_HELP = "or, to --search all meshes of so many ranks, their number"
 
 
-def add_plan(commands: Any) -> None:
+def add_plan(commands: Commands) -> None:
     """Adds ``plan`` to argparse's subparsers."""
     about = "what a script's step will do on a mesh of any size, before it runs"
-    one = commands.add_parser(
+    parser = commands.add_parser(
         "plan",
         help=about,
         description=f"Prints {about}: its units, collectives, FLOPs and memory. The "
@@ -61,8 +66,8 @@ def add_plan(commands: Any) -> None:
             "-- --layers 48 --dim 2048 --heads 16",
         ],
     )
-    one.set_defaults(run=_run, parser=one, takes_script=True)
-    add = one.add_argument
+    parser.set_defaults(run=_run_plan, parser=parser, takes_script=True)
+    add = parser.add_argument
     add(
         "script",
         type=Path,
@@ -81,16 +86,17 @@ def add_plan(commands: Any) -> None:
         "--mesh",
         required=True,
         action="append",
-        type=_mesh,
+        type=_parse_mesh,
         metavar="AXES",
-        help=f"{MESH}; given again, the script is planned on each; {ANY}",
+        help=f"{MESH_HELP}; given again, the script is planned on each; "
+        f"{ANY_MESH_HELP}",
     )
     names = ", ".join(known.name for known in machines.GIVEN)
     add(
         "--hardware",
         metavar="NAME",
         help=f"estimate the step's time on {names}, on what a JSON file describes, or "
-        f'on "{THIS}" machine, measured',
+        f'on "{THIS_MACHINE}" machine, measured',
     )
     add("--tokens", type=float, metavar="N", help="of a step, over all ranks")
     add("--attention", metavar="NAME", help="the generation of its kernels: fa2, fa3")
@@ -108,81 +114,88 @@ def add_plan(commands: Any) -> None:
     add("--json", type=Path, metavar="PATH", help="write all numbers")
 
 
-def _mesh(text: str) -> Mesh | int:
+def _parse_mesh(text: str) -> Mesh | int:
+    """Parses --mesh: axes, or a number of ranks for --search."""
     if text.isdecimal() and int(text):
         return int(text)
-    return make_mesh(mesh_axes(text), "abstract")
+    return make_mesh(parse_mesh_axes(text), "abstract")
 
 
-def mesh_axes(text: str) -> dict[str, int]:
+def parse_mesh_axes(text: str) -> dict[str, int]:
     """Returns the axes of a mesh, as an option names them."""
     axes: dict[str, int] = {}
     for part in text.split(","):
         name, equals, size = (piece.strip() for piece in part.partition("="))
         if not (equals and name.isidentifier() and size.isdecimal() and int(size)):
-            raise argparse.ArgumentTypeError(f"{text!r}: {MESH}, got {part.strip()!r}")
+            raise argparse.ArgumentTypeError(
+                f"{text!r}: {MESH_HELP}, got {part.strip()!r}"
+            )
         if name in axes:
             raise argparse.ArgumentTypeError(f"{text!r} names the axis {name} twice")
         axes[name] = int(size)
     return axes
 
 
-def _text(mesh: Mesh | int) -> str:
+def _mesh_text(mesh: Mesh | int) -> str:
     if isinstance(mesh, int):
         return str(mesh)
     return ",".join(f"{name}={size}" for name, size in mesh.axes.items())
 
 
-def _run(options: argparse.Namespace) -> None:
-    _check(options)
-    machine = _machine(options.hardware)
-    seen: list[tuple[Plan, Estimate | None]] = []
+def _run_plan(options: argparse.Namespace) -> None:
+    _check_options(options)
+    machine = _load_hardware(options.hardware)
+    plans: list[tuple[Plan, Estimate | None]] = []
     script = options.hf or options.script
-    with _builder(options) as build:
+    with _open_builder(options) as build:
         for mesh in options.mesh:
             if isinstance(mesh, int):
-                _search(build, mesh, machine)
+                _run_search(build, mesh, machine)
                 continue
             device = "cpu" if machine is None else machine.device
-            (found, step), times = plan_of(build, mesh, script, device), None
-            tokens, idle = options.tokens, 0
+            (plan, step), times = plan_build(build, mesh, script, device), None
+            tokens, inactive = options.tokens, 0
             if isinstance(build, HuggingFaceStep):
                 tokens = build.tokens(mesh) if tokens is None else tokens
-                idle = build.idle
+                inactive = build.inactive_parameters
             if machine is not None:
-                with refusing(script):
-                    how = {"tokens": tokens, "attention": options.attention}
-                    times = estimate(found, machine, **how)
-            seen.append((found, times))
-            print(heading(found, step, tokens, idle), end="\n\n")
-            _show(found, times, machine, options)
+                with refusing_errors(script):
+                    kernels = {"tokens": tokens, "attention": options.attention}
+                    times = estimate(plan, machine, **kernels)
+            plans.append((plan, times))
+            print(format_heading(plan, step, tokens, inactive), end="\n\n")
+            _show_plan(plan, times, machine, options)
             if options.search:
-                _search(build, mesh, machine)
-    if len(seen) > 1:
-        put(comparison(seen))
+                _run_search(build, mesh, machine)
+    if len(plans) > 1:
+        print_table(comparison(plans))
     if options.json:
         about = {"script": str(script), "arguments": options.passed}
-        plans = [facts(found, times, machine) for found, times in seen]
-        write_json(options.json, {**about, "plans": plans})
+        facts = [plan_facts(plan, times, machine) for plan, times in plans]
+        write_json(options.json, {**about, "plans": facts})
 
 
-def _search(build: Any, mesh: Mesh | int, machine: Hardware | None) -> None:
-    best = build.search(mesh, machine)
-    put(best)
-    print(f"\nThe fastest, around train_step:\n{best.best.code}")
+def _run_search(
+    build: HuggingFaceStep, mesh: Mesh | int, machine: Hardware | None
+) -> None:
+    """Prints the search of a model's step, and the code of the fastest stack."""
+    # `_check_options` has seen to it that there is hardware.
+    results = build.search(mesh, machine)  # type: ignore[arg-type]
+    print_table(results)
+    print(f"\nThe fastest, around train_step:\n{results.best.code}")
 
 
 @contextmanager
-def _builder(options: argparse.Namespace) -> Iterator[Any]:
-    """The function that makes the step for a mesh: a script's build, or a config's."""
+def _open_builder(options: argparse.Namespace) -> Iterator[Any]:
+    """Yields the function that makes a step for a mesh: a script's, or a config's."""
     if options.hf is not None:
         yield HuggingFaceStep(options.hf, options.passed)
         return
-    with started(options.script, options.passed):
-        yield build_of(options.script)
+    with script_arguments(options.script, options.passed):
+        yield load_build(options.script)
 
 
-def _check(options: argparse.Namespace) -> None:
+def _check_options(options: argparse.Namespace) -> None:
     """Refuses options that contradict each other."""
     if (options.script is None) == (options.hf is None):
         raise Refused("name a SCRIPT with build(mesh), or --hf CONFIG: one of the two")
@@ -202,26 +215,28 @@ def _check(options: argparse.Namespace) -> None:
     for mesh in options.mesh:
         if isinstance(mesh, int):
             if not options.search:
-                raise Refused(f"--mesh {mesh} names no axes: {MESH}; {ANY}")
+                raise Refused(
+                    f"--mesh {mesh} names no axes: {MESH_HELP}; {ANY_MESH_HELP}"
+                )
             continue
         if options.rank is not None and not 0 <= options.rank < mesh.size:
             raise Refused(
-                f"--rank {options.rank}: the ranks of --mesh {_text(mesh)} are 0 to "
-                f"{mesh.size - 1}"
+                f"--rank {options.rank}: the ranks of --mesh {_mesh_text(mesh)} are "
+                f"0 to {mesh.size - 1}"
             )
-        if options.hardware == THIS and mesh.size > 1:
+        if options.hardware == THIS_MACHINE and mesh.size > 1:
             raise Refused(
-                f"--hardware {THIS} measures one process, which has no links: measure "
-                "them by `torchrun --nproc-per-node 2 -m fsfunc hardware --json PATH`, "
-                "and give --hardware PATH"
+                f"--hardware {THIS_MACHINE} measures one process, which has no links: "
+                "measure them by `torchrun --nproc-per-node 2 -m fsfunc hardware "
+                "--json PATH`, and give --hardware PATH"
             )
 
 
-def _machine(name: str | None) -> Hardware | None:
-    """The hardware of a name or a file, or this machine."""
+def _load_hardware(name: str | None) -> Hardware | None:
+    """Returns the hardware of a name or a file, or this machine, measured."""
     if name is None:
         return None
-    if name == THIS:
+    if name == THIS_MACHINE:
         return measure_hardware()
     path = Path(name)
     try:
@@ -234,17 +249,17 @@ def _machine(name: str | None) -> Hardware | None:
         raise Refused(f"--hardware {name}: {error}") from None
 
 
-def _show(
+def _show_plan(
     plan: Plan,
     times: Estimate | None,
     machine: Hardware | None,
     options: argparse.Namespace,
 ) -> None:
-    """Print, draw and write a plan, as the options say."""
+    """Prints, draws and writes a plan, as the options say."""
     rank = options.rank
-    put(show.plan(plan, rank))
+    print_table(show.plan(plan, rank))
     if times is not None:
-        put(estimate_tables(times, plan, machine))
+        print_table(estimate_tables(times, plan, machine))
     charts: dict[str, Any] = {}
     if options.memory or options.png:
         charts["memory"] = show.memory(plan, rank, estimate=times)
@@ -253,109 +268,113 @@ def _show(
         charts["streams"] = show.streams(times, ranks=ranks)
     for name, chart in charts.items():
         if getattr(options, name):
-            put(chart)
+            print_table(chart)
         if options.png:
-            path = options.png / f"{_text(plan.mesh)},{name}.png"
-            with writing(path):
+            path = options.png / f"{_mesh_text(plan.mesh)},{name}.png"
+            with reporting_write(path):
                 path.parent.mkdir(parents=True, exist_ok=True)
                 chart.save(path)
     if options.html:
-        with writing(options.html):
+        with reporting_write(options.html):
             show.html(plan, times, machine, path=options.html)
     if options.trace and times is not None:
-        with writing(options.trace):
+        with reporting_write(options.trace):
             show.trace(times, options.trace, plan=plan)
 
 
-def facts(
+def plan_facts(
     plan: Plan, estimate: Estimate | None = None, hardware: Hardware | None = None
 ) -> dict[str, Any]:
-    """A plan, and its estimate if given, as dicts, lists, numbers and names.
+    """Returns a plan, and its estimate if given, as dicts, lists, numbers and names.
 
     With ``hardware`` also its memory, and whether the plan fits. Bytes and FLOPs are
     of one rank and step, times in seconds. Spans are left out: ``show.trace`` writes
     them.
 
     >>> from fsfunc.comm.mesh import Mesh
-    >>> own = RankPlan(0, 8, {"data": 0}, [], {}, [], [])
-    >>> found = facts(Plan(Mesh({"data": 8}, "abstract"), (own,)))
-    >>> found["mesh"], found["programs"][0]["alike"], found["peak_bytes"]
+    >>> rank_plan = RankPlan(0, 8, {"data": 0}, [], {}, [], [])
+    >>> facts = plan_facts(Plan(Mesh({"data": 8}, "abstract"), (rank_plan,)))
+    >>> facts["mesh"], facts["programs"][0]["alike"], facts["peak_bytes"]
     ({'data': 8}, 8, 0)
     """
-    found = {
+    facts = {
         "mesh": dict(plan.mesh.axes),
         "flops": plan.flops,
         "peak_bytes": plan.peak_bytes,
         "offloaded_bytes": plan.offloaded_bytes,
         "derived": plan.derived,
-        "programs": [_program(own) for own in plan.ranks],
+        "programs": [_program_facts(rank_plan) for rank_plan in plan.ranks],
     }
     if estimate is not None:
         times = asdict(replace(estimate, spans=[]))
-        found["estimate"] = {name: x for name, x in times.items() if name != "spans"}
-        found["estimate"] |= {"low": estimate.low, "high": estimate.high}
+        facts["estimate"] = {name: x for name, x in times.items() if name != "spans"}
+        facts["estimate"] |= {"low": estimate.low, "high": estimate.high}
     if hardware is not None:
-        found["memory"] = hardware.memory
-        found["needed_bytes"] = needed_bytes(plan, hardware)
-        found["fits"] = fits(plan, hardware)
-    return found
+        facts["memory"] = hardware.memory
+        facts["needed_bytes"] = needed_bytes(plan, hardware)
+        facts["fits"] = fits(plan, hardware)
+    return facts
 
 
-def _program(own: RankPlan) -> dict[str, Any]:
-    phases = dict.fromkeys(phase for _, phase in own.work)
+def _program_facts(rank_plan: RankPlan) -> dict[str, Any]:
+    """Returns what the ranks with one program have in common."""
+    phases = dict.fromkeys(phase for _, phase in rank_plan.work)
     return {
-        "rank": own.rank,
-        "alike": own.alike,
-        "coordinates": dict(own.coordinates),
-        "flops": own.flops(),
-        "flops_by_phase": {phase: own.flops(phase=phase) for phase in phases},
-        "peak_bytes": own.peak_bytes,
-        "peak_by_kind": own.peak,
-        "bytes_sent": own.ledger.bytes(),
-        "collectives": _collectives(own.records),
+        "rank": rank_plan.rank,
+        "alike": rank_plan.alike,
+        "coordinates": dict(rank_plan.coordinates),
+        "flops": rank_plan.flops(),
+        "flops_by_phase": {phase: rank_plan.flops(phase=phase) for phase in phases},
+        "peak_bytes": rank_plan.peak_bytes,
+        "peak_by_kind": rank_plan.peak,
+        "bytes_sent": rank_plan.ledger.bytes(),
+        "collectives": _collective_facts(rank_plan.records),
     }
 
 
-def _collectives(records: Iterable[Record]) -> list[dict[str, Any]]:
-    """The count and bytes of each op over some axes in one phase."""
-    found: dict[tuple[str, tuple[str, ...], str], list[Record]] = defaultdict(list)
+def _collective_facts(records: Iterable[Record]) -> list[dict[str, Any]]:
+    """Returns the count and bytes of each op over some axes in one phase."""
+    groups: dict[tuple[str, tuple[str, ...], str], list[Record]] = defaultdict(list)
     for record in records:
-        found[record.op, record.axis, record.phase].append(record)
+        groups[record.op, record.axis, record.phase].append(record)
     return [
         {
             "op": op,
             "axes": list(axes),
             "phase": phase,
-            "count": len(alike),
-            "bytes": Ledger(alike).bytes(),
+            "count": len(group),
+            "bytes": Ledger(group).bytes(),
         }
-        for (op, axes, phase), alike in found.items()
+        for (op, axes, phase), group in groups.items()
     ]
 
 
-def heading(
-    plan: Plan, step: Any, tokens: float | None = None, idle: int | None = 0
+def format_heading(
+    plan: Plan,
+    step: Callable[..., Any],
+    tokens: float | None = None,
+    inactive: int | None = 0,
 ) -> str:
-    """The step of a plan, in lines.
+    """Describes the step of a plan, in lines.
 
     Args:
         step: what was planned, in its transforms.
-        tokens: of a step over all ranks; None: not known.
-        idle: the parameters that a token does not pass, being of experts that it is
-            not sent to; None: not known.
+        tokens: of a step over all ranks; None if unknown.
+        inactive: how many parameters a token does not pass, as those of experts that
+            it is not sent to; None if unknown.
     """
     count = parameter_count(plan)
-    lines = {"step": title(step), "batch": _batch(plan, step)}
+    lines = {"step": title(step), "batch": _describe_batch(plan, step)}
     if tokens is not None:
         lines["tokens"] = f"{tokens:,.0f} a step, over all ranks"
     lines["parameters"] = of_count(count)
-    if idle:
-        lines["parameters"] += f" in all, {of_count(count - idle)} active per token"
-    return "\n".join(f"{name:<12}{said}" for name, said in lines.items() if said)
+    if inactive:
+        lines["parameters"] += f" in all, {of_count(count - inactive)} active per token"
+    return "\n".join(f"{name:<12}{line}" for name, line in lines.items() if line)
 
 
 def parameter_count(plan: Plan) -> int:
-    """The elements of all parameters, whole."""
+    """Returns the number of elements of all parameters, whole."""
     return sum(
         math.prod(leaf.shape)
         for leaf in plan.ranks[0].leaves
@@ -363,13 +382,13 @@ def parameter_count(plan: Plan) -> int:
     )
 
 
-def _batch(plan: Plan, step: Any) -> str:
-    """The leaves of a rank's batch, and how many ranks have one of their own."""
+def _describe_batch(plan: Plan, step: Callable[..., Any]) -> str:
+    """Describes the leaves of a rank's batch, and counts the ranks with their own."""
     leaves = [x for x in plan.ranks[0].leaves if x.path.partition("/")[0] == "batch"]
-    said = ", ".join(map(_leaf, leaves))
+    text = ", ".join(map(_describe_leaf, leaves))
     ranks = plan.mesh.axis_size(batch_axes(step, plan.mesh))
-    return f"{said} on each of {ranks} ranks" if said and ranks > 1 else said
+    return f"{text} on each of {ranks} ranks" if text and ranks > 1 else text
 
 
-def _leaf(leaf: PlannedLeaf) -> str:
+def _describe_leaf(leaf: PlannedLeaf) -> str:
     return describe_tensor(leaf.shape, leaf.dtype, leaf.path.partition("/")[2])

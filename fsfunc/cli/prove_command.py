@@ -1,4 +1,8 @@
-"""``python -m fsfunc prove``: a script's step on a mesh, and the plain one."""
+"""``python -m fsfunc prove``: that a step on a mesh is the plain one.
+
+It calls the script's ``build`` twice, without a mesh and with one, and hands both steps
+to `testing.proofs.prove`.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +10,6 @@ import argparse
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,25 +18,27 @@ from fsfunc import tree
 from fsfunc.cli.build_scripts import (
     RETURNS,
     Refused,
-    build_of,
-    checked,
-    put,
-    refusing,
-    started,
+    check_build_values,
+    load_build,
+    print_table,
+    refusing_errors,
+    script_arguments,
 )
-from fsfunc.cli.plan_command import MESH, mesh_axes
+from fsfunc.cli.parsers import Commands
+from fsfunc.cli.plan_command import MESH_HELP, parse_mesh_axes
 from fsfunc.comm.launch import local_batch, make_mesh, spmd
 from fsfunc.comm.mesh import Mesh
 from fsfunc.state.initialization import init_state
 from fsfunc.testing.finite_field import NoExactRule
 from fsfunc.testing.proofs import prove
 from fsfunc.testing.step_runs import batch_axes
+from fsfunc.tree.types import PyTree
 
 
-def add_prove(commands: Any) -> None:
+def add_prove(commands: Commands) -> None:
     """Adds ``prove`` to argparse's subparsers."""
     about = "that a script's step on a mesh computes what its plain step does"
-    one = commands.add_parser(
+    parser = commands.add_parser(
         "prove",
         help=about,
         description=f"Proves {about}, in exact arithmetic on simulated ranks. The "
@@ -45,10 +50,10 @@ def add_prove(commands: Any) -> None:
             "-- --remat --layers 2 --dim 16 --heads 2 --seq 8 --batch 8",
         ],
     )
-    one.set_defaults(run=_run, parser=one, takes_script=True)
-    add = one.add_argument
+    parser.set_defaults(run=_run_prove, parser=parser, takes_script=True)
+    add = parser.add_argument
     add("script", type=Path, metavar="SCRIPT", help="a Python file with build(mesh)")
-    add("--mesh", required=True, type=mesh_axes, metavar="AXES", help=MESH)
+    add("--mesh", required=True, type=parse_mesh_axes, metavar="AXES", help=MESH_HELP)
     add("--calls", type=int, default=2, metavar="N", help="steps to take (default: 2)")
     add(
         "--draws",
@@ -59,19 +64,21 @@ def add_prove(commands: Any) -> None:
     )
 
 
-def _run(options: argparse.Namespace) -> None:
+def _run_prove(options: argparse.Namespace) -> None:
     script, mesh = options.script, make_mesh(options.mesh, "simulated")
-    with started(script, options.passed):
-        build = build_of(script)
-        with _refusing(script):
-            one, init, optimizer, batch, _ = checked(build(None), script)
-            step, _, _, own, layouts = checked(build(mesh), script)
-            state = init_state(one, init, optimizer, batch)
+    with script_arguments(script, options.passed):
+        build = load_build(script)
+        with _refusing_unproven(script):
+            plain_step, init, optimizer, batch, _ = check_build_values(
+                build(None), script
+            )
+            step, _, _, local, layouts = check_build_values(build(mesh), script)
+            state = init_state(plain_step, init, optimizer, batch)
             axes = batch_axes(step, mesh)
-            _check_rows(script, mesh, axes, batch, own)
-            put(
+            _check_rows(script, mesh, axes, batch, local)
+            print_table(
                 prove(
-                    one, step, mesh, state, batch, axis=axes, layouts=layouts,
+                    plain_step, step, mesh, state, batch, axis=axes, layouts=layouts,
                     calls=options.calls, draws=options.draws,
                     goes_on=lambda out: out[0],
                 )
@@ -79,43 +86,48 @@ def _run(options: argparse.Namespace) -> None:
 
 
 @contextmanager
-def _refusing(script: Path) -> Iterator[None]:
-    """Shows what is not proven without a traceback."""
+def _refusing_unproven(script: Path) -> Iterator[None]:
+    """Shows that a step is not proven without a traceback."""
     try:
-        with refusing(script):
+        with refusing_errors(script):
             yield
     except (AssertionError, NoExactRule) as error:
         raise Refused(str(error)) from error
 
 
 def _check_rows(
-    script: Path, mesh: Mesh, axes: tuple[str, ...], batch: Any, own: Any
+    script: Path, mesh: Mesh, axes: tuple[str, ...], batch: PyTree, local: PyTree
 ) -> None:
-    """Refuses batches of which ranks are given something else than rows."""
+    """Refuses batches of which ranks get something else than rows.
 
-    def cut() -> Any:
+    Args:
+        batch: of all ranks, by build(None).
+        local: of one rank, by build(mesh).
+    """
+
+    def cut() -> PyTree:
         return local_batch(batch, mesh, axes) if axes else batch
 
-    given = spmd(cut, mesh)()[0]
+    rows = spmd(cut, mesh)()[0]
     shapes = [
         [x.shape for x in tree.leaves(each) if isinstance(x, Tensor)]
-        for each in (given, own)
+        for each in (rows, local)
     ]
     if shapes[0] != shapes[1]:
-        said = [", ".join(str([*shape]) for shape in each) for each in shapes]
+        texts = [", ".join(str([*shape]) for shape in each) for each in shapes]
         raise Refused(
             f"{script}: rows of build(None)'s batch, cut over {mesh.axes}, are "
-            f"{said[0]} for a rank, and build(mesh) returns a batch of {said[1]}: "
+            f"{texts[0]} for a rank, and build(mesh) returns a batch of {texts[1]}: "
             "prove gives ranks rows, and nothing else"
         )
-    if _alike(batch):
+    if _rows_are_alike(batch):
         raise Refused(
             f"{script}: all rows of build(None)'s batch are alike, so that none could "
             "be told from another: draw its integers (floats are drawn anew)"
         )
 
 
-def _alike(batch: Any) -> bool:
+def _rows_are_alike(batch: PyTree) -> bool:
     """Returns whether no tensor has floats, or integers that differ from row to row."""
     tensors = [x for x in tree.leaves(batch) if isinstance(x, Tensor) and x.ndim]
     if any(x.is_floating_point() for x in tensors):

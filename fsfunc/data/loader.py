@@ -1,7 +1,8 @@
 """``batches``: each rank's rows of every global batch, in an order that can be resumed.
 
 The order of an epoch follows from the seed and the epoch alone, so all ranks agree on
-it, whatever the mesh. A position in it is two numbers.
+it, whatever the mesh. A position in it is two numbers, which a checkpoint saves. The
+rows are read by a ``DataLoader`` over a `BatchDataset`, whose items are whole batches.
 """
 
 from __future__ import annotations
@@ -19,12 +20,13 @@ from fsfunc.comm.comparison import Section, agree
 from fsfunc.comm.groups import get_group
 from fsfunc.comm.mesh import Axis, Mesh, check_mesh, here, note_axes_read
 from fsfunc.comm.tracebacks import api_boundary
-from fsfunc.data.dataset import BatchDataset, Order, Share
+from fsfunc.data.dataset import BatchDataset, BatchOrder, RankShare
 from fsfunc.sharded.inputs import check_integer
+from fsfunc.tree.types import PyTree
 
-_REAL = torch.zeros(0)
-# Ours to decide: by other names, or not at all.
-_TAKEN = {
+_REAL = torch.zeros(0)  # a tensor with data, as what modes are to be beneath
+# Options of a DataLoader that batches decides itself, and how a user may.
+_DECIDED_HERE = {
     "sampler": "the order follows from seed",
     "batch_sampler": "the order follows from seed",
     "collate_fn": "pass collate",
@@ -50,7 +52,7 @@ def batches(
     collate: Callable[[list[Any]], Any] | None = None,
     **options: Any,
 ) -> Batches:
-    """An iterator over this rank's part of each global batch of ``batch_size`` rows.
+    """Iterates over this rank's part of each global batch of ``batch_size`` rows.
 
     Args:
         dataset: has ``len``, and row ``i`` is ``dataset[i]``; the same on every rank.
@@ -109,8 +111,8 @@ def batches(
             "an epoch; give the dataset a __len__"
         )
     for option in options:
-        if option in _TAKEN:
-            raise TypeError(f"batches decides {option} itself: {_TAKEN[option]}")
+        if option in _DECIDED_HERE:
+            raise TypeError(f"batches decides {option} itself: {_DECIDED_HERE[option]}")
     rows = len(dataset)
     check_integer(batch_size, "batch_size")
     check_integer(seed, "seed")
@@ -118,29 +120,30 @@ def batches(
         raise ValueError(
             f"a batch of {batch_size} rows of a dataset of {rows}: both are at least 1"
         )
-    order = Order(rows, batch_size, seed, shuffle, drop_last)
+    order = BatchOrder(rows, batch_size, seed, shuffle, drop_last)
     if not len(order):
         raise ValueError(
             f"a dataset of {rows} rows does not fill a batch of {batch_size}: take a "
             "smaller batch_size, or pass drop_last=False"
         )
-    share = _share_of(mesh, axis, order, uneven)
-    reading = BatchDataset(dataset, order, share, collate or default_collate)
+    share = _local_share(mesh, axis, order, uneven)
+    dataset_of_batches = BatchDataset(dataset, order, share, collate or default_collate)
+    # Simulated ranks are threads: each would start processes of its own.
     if mesh is not None and mesh.backend != "processes":
         workers = 0
-        options = {k: v for k, v in options.items() if k not in _OF_WORKERS}
-    return Batches(reading, epochs, {"num_workers": workers, **options})
+        options = {k: v for k, v in options.items() if k not in _WORKER_OPTIONS}
+    return Batches(dataset_of_batches, epochs, {"num_workers": workers, **options})
 
 
-_OF_WORKERS = ("prefetch_factor", "multiprocessing_context", "timeout", "in_order")
+_WORKER_OPTIONS = ("prefetch_factor", "multiprocessing_context", "timeout", "in_order")
 
 
-def _share_of(
-    mesh: Mesh | None, axis: Axis | None, order: Order, uneven: bool
-) -> Share:
-    """This rank's part, where the ranks can share every batch."""
+def _local_share(
+    mesh: Mesh | None, axis: Axis | None, order: BatchOrder, uneven: bool
+) -> RankShare:
+    """Returns this rank's share; raises where the ranks cannot share every batch."""
     if mesh is None:
-        return Share(0, 1)
+        return RankShare(0, 1)
     if check_mesh(mesh, "batches").backend == "vmap":
         raise ValueError(
             "the ranks of a vmap mesh run as one and cannot read rows of their own: "
@@ -150,25 +153,24 @@ def _share_of(
         raise ValueError(f"batches on {mesh} needs the axis that cuts a batch")
     count = mesh.axis_size(axis)
     last = len(order) - 1
-    for what, rows in (
+    for title, rows in (
         ("a batch", order.size(0)),
         (f"the last batch of an epoch of {order.rows}", order.size(last)),
     ):
         if rows % count:
             if not uneven:
                 raise ValueError(
-                    f"cannot cut {what}, of {rows} rows, over axis {axis!r} of size "
+                    f"cannot cut {title}, of {rows} rows, over axis {axis!r} of size "
                     f"{count}: {rows} is not a multiple of {count}; pass uneven=True, "
                     "with ff.Weighted from the loss"
                 )
-            note_axes_read(mesh.check(axis))
-    where = get_group(axis, at := here(mesh))
-    if (
-        at.link.moves_data and at.link.vmap_level is None
-    ):  # what is planned has no other ranks
+            note_axes_read(mesh.check(axis))  # ranks have unlike numbers of rows
+    where = get_group(axis, this_rank := here(mesh))
+    # Not where ranks are only planned: nobody would answer.
+    if this_rank.link.moves_data and this_rank.link.vmap_level is None:
         lines = [(name, repr(value)) for name, value in vars(order).items()]
         agree(where, Section(_UNLIKE, lines, _ALIKE))
-    return Share(where.position, count)
+    return RankShare(where.position, count)
 
 
 _UNLIKE = "the ranks make unlike batches, whose rows would be read twice or never"
@@ -178,7 +180,8 @@ _ALIKE = (
 )
 
 
-def _itself(batch: Any) -> Any:
+def _as_it_is(batch: PyTree) -> PyTree:
+    """Returns a batch, which is collated already; workers get this by name."""
     return batch
 
 
@@ -187,32 +190,40 @@ class Batches(Iterator[Any]):
 
     ``next`` hands out the batch at ``position``, which then is that of the next one:
     batches that workers have read ahead do not count.
+
+    Args:
+        dataset: of batches.
+        epochs: how many; None for no end.
+        options: of the ``DataLoader``.
     """
 
     def __init__(
-        self, reading: BatchDataset, epochs: int | None, options: dict[str, Any]
+        self, dataset: BatchDataset, epochs: int | None, options: dict[str, Any]
     ):
-        self._reading, self._epochs, self._options = reading, epochs, options
-        self._order = reading.order
-        self._epoch = self._batch = 0
-        self._stream: Iterator[Any] | None = None
+        self._dataset, self._epochs, self._options = dataset, epochs, options
+        self._order = dataset.order
+        self._epoch = self._batch = 0  # the position of the next batch
+        self._stream: Iterator[Any] | None = None  # made when the next is asked for
 
     def __len__(self) -> int:
-        """Batches in an epoch."""
+        """The number of batches in an epoch."""
         return len(self._order)
 
     def __next__(self) -> Any:
         if self._epochs is not None and self._epoch >= self._epochs:
-            self._stream = None  # its workers may go
+            self._stream = None  # ends its workers
             raise StopIteration
+        # A step that is planned runs on fake tensors: rows are read as real ones, and
+        # the batch is made fake in the end.
         mode = _torch.fake_mode()
         try:
             with _torch.beneath_modes(_REAL):
                 if self._stream is None:
-                    self._stream = self._read_on()
+                    self._stream = self._start_stream()
                 batch = next(self._stream)
         except BaseException:
-            self._stream = None  # it would go on after what was not handed out
+            # The stream would go on after the batch that was not handed out.
+            self._stream = None
             raise
         self._batch += 1
         if self._batch == len(self):
@@ -232,22 +243,22 @@ class Batches(Iterator[Any]):
                 return
             yield batch
 
-    def _read_on(self) -> Iterator[Any]:
-        """A fresh stream of batches from ``position`` on."""
+    def _start_stream(self) -> Iterator[Any]:
+        """Starts a new stream of batches from ``position`` on."""
         # What a DataLoader draws for its workers must not come from the default
         # generator, of which a resumed run would draw more often.
         with torch.device("cpu"):
             loader = DataLoader(
-                self._reading,  # type: ignore[arg-type]
+                self._dataset,  # type: ignore[arg-type]
                 batch_size=None,
-                sampler=self._places(),  # type: ignore[arg-type]
-                collate_fn=_itself,
+                sampler=self._positions(),  # type: ignore[arg-type]
+                collate_fn=_as_it_is,
                 generator=torch.Generator().manual_seed(0),
                 **self._options,
             )
             return iter(loader)
 
-    def _places(self) -> Iterator[tuple[int, int]]:
+    def _positions(self) -> Iterator[tuple[int, int]]:
         """Yields (epoch, batch) of each batch from ``position`` on."""
         epoch, batch, count = self._epoch, self._batch, len(self)
         while self._epochs is None or epoch < self._epochs:
@@ -266,6 +277,7 @@ class Batches(Iterator[Any]):
         return {"epoch": self._epoch, "batch": self._batch, **self._identity()}
 
     def _identity(self) -> dict[str, int]:
+        """Returns the numbers that tell this order from others."""
         return {name: int(value) for name, value in vars(self._order).items()}
 
     def seek(self, position: Mapping[str, int]) -> None:
@@ -275,17 +287,16 @@ class Batches(Iterator[Any]):
             ValueError: a place of another order (another seed, batch size, ...) or one
                 that does not exist.
         """
-        mine = self._identity()
         epoch, batch = (int(position.get(k, -1)) for k in ("epoch", "batch"))
-        wrong = [
+        differences = [
             f"{name} {position[name]} (here {value})"
-            for name, value in mine.items()
+            for name, value in self._identity().items()
             if int(position.get(name, value)) != value
         ]
-        if wrong:
+        if differences:
             raise ValueError(
-                f"this position is of other batches: {', '.join(wrong)}; use the same "
-                "ones, or continue at a place of these by seek({'epoch': ..., "
+                f"this position is of other batches: {', '.join(differences)}; use the "
+                "same ones, or continue at a place of these by seek({'epoch': ..., "
                 "'batch': ...})"
             )
         if epoch < 0 or not 0 <= batch < len(self):

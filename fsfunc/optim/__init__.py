@@ -1,4 +1,7 @@
-"""Optimizers as pairs of functions; elementwise over shards, exact across them.
+"""Optimizers as pairs of functions, over whole or sharded parameters.
+
+Elementwise updates run over whatever a rank holds; norms and sums go over all ranks.
+`optimizer.py` is the protocol: read it first.
 
 optimizer.py        the protocol: init, update, apply
 element_rules.py    an optimizer of one equation; what runs it, compiles it, stores it
@@ -13,11 +16,11 @@ adaptive_scale.py   observe_gradients; adascale: rates for large batches
 widening.py         master_weights, stochastic_rounding
 loss_scaling.py     apply_if_finite; one scale of the loss, or one for each unit
 backward_steps.py   step_in_backward
-torch_optimizers.py from_torch; what torch's own classes keep
+torch_optimizers.py from_torch; what torch's own classes store
 reductions.py       tree_sum, tree_scale, global_norm, leaf_norms, all_finite
 matching.py         leaves of gradients and moments by those of parameters
 leaves.py in_place.py   leaves as few flat tensors, updated in place
-places.py           where tensors of the host meet those of the device
+places.py           which device computes, under offload
 matrix/             Muon and Shampoo: whole matrices, each on one rank
 """
 

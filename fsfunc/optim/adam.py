@@ -82,7 +82,7 @@ def sharded_adam(
     mask: Mask | None = None,
     moment_dtype: torch.dtype | None = None,
 ) -> Optimizer:
-    """AdamW, with the defaults of ``torch.optim.AdamW``, over whole or sharded leaves.
+    """Makes AdamW, with the defaults of ``torch.optim.AdamW``, for any leaves.
 
     With g the gradient, t = count + 1 and l the learning rate::
 
@@ -90,24 +90,26 @@ def sharded_adam(
         p = p - l (m / (1 - b1^t) / (sqrt(v / (1 - b2^t)) + eps) + weight_decay p)
 
     Args:
-        learning_rate: a number, or ``schedule(count)`` giving one; see `schedules`.
-        b1: decay of the mean, in [0, 1).
-        b2: decay of the mean square, in [0, 1).
+        learning_rate: a number, or a function of the count; see `schedules`.
+        b1: decay of the mean of gradients, in [0, 1).
+        b2: decay of their mean square, in [0, 1).
         eps: added to the denominator.
-        weight_decay: times the learning rate, what a leaf loses of itself.
-        mask: ``mask(path, leaf)`` says which leaves decay; the shape of a sharded leaf
-            is its global one. All do without it.
-        moment_dtype: of mu and nu; that of each parameter without it, with a warning
-            where that has too few bits for a mean square. Where it differs
-            from the parameter's, the pass runs on copies in the wider of the two.
-            ``torch.float16`` moments have a scale (`ScaledAdamState`); ``torch.uint8``
-            stands for 8 bits with a scale for 256 (`CodedAdamState`): 256 that lie
-            side by side on one rank, so they load on the same mesh and zero alone.
+        weight_decay: the share of itself that a leaf loses in a step, times the
+            learning rate.
+        mask: ``mask(path, leaf)`` returns whether a leaf decays; the shape of a sharded
+            leaf is its global one. By default all decay.
+        moment_dtype: of mu and nu. By default each parameter's, with a warning where
+            that has too few bits for a mean square. If it differs from the parameter's,
+            the pass runs on copies in the wider of the two. ``torch.float16`` moments
+            have a scale (`ScaledAdamState`). ``torch.uint8`` stands for 8 bits with a
+            scale for each 256 (`CodedAdamState`). Those lie side by side on one rank,
+            so they load on the same mesh and zero alone.
 
     Returns:
-        the optimizer; its state is an `AdamState`. ``apply`` gives the bits of
-        ``torch.optim.AdamW(fused=True)``; ``update`` is made of single operations that
-        differentiate, and agrees to rounding. Gradients of another dtype are cast.
+        the optimizer; its state is an `AdamState`. ``apply`` computes the bits of
+        ``torch.optim.AdamW(fused=True)``. ``update`` is made of single operations that
+        differentiate, and agrees with that to rounding. Gradients of another dtype are
+        cast.
 
     Raises:
         ValueError: a negative learning rate, eps or weight decay; a beta outside
@@ -188,7 +190,7 @@ def adam_rule(
         kernel=kernel,
         weight_decay=weight_decay,
         mask=mask,
-        memory=b2,
+        moment_decay=b2,
     )
 
 

@@ -43,14 +43,14 @@ _R = TypeVar("_R")
 def observe_gradients(
     grad_fn: Callable[_P, _R], measure: Callable[[Tensor], Tensor]
 ) -> Callable[_P, tuple[_R, Tensor, int]]:
-    """``grad_fn``, and what its gradients measure before anybody sums them.
+    """Returns ``grad_fn`` that also measures each sample's gradient before any sum.
 
     A gradient call over n ranks in c microbatches, of ``accumulate`` or ``pipeline``,
-    is a mean over n c gradients, each a sample of the same one. Of this rank's c
-    samples, ``measure`` is given each piece (the flat buffer of a unit's parameters, or
-    a whole leaf) once, when it is complete and before it is reduced; nothing more is
-    held for that, but for parameters that several unit calls of one sample share. So
-    gradient noise scales, AdaScale and statistics of gradients are written.
+    is a mean over n c gradients, each a sample of the same one. ``measure`` is called
+    once with each piece of this rank's c samples (the flat buffer of a unit's
+    parameters, or a whole leaf), when it is complete and before it is reduced. This
+    takes no memory, but for parameters that several unit calls of one sample share.
+    Gradient noise scales, AdaScale and statistics of gradients are written so.
 
     Args:
         grad_fn: ``value_and_grad(loss)``, or what calls it.
@@ -60,10 +60,11 @@ def observe_gradients(
             must not be kept or written into.
 
     Returns:
-        a function that returns ``(what grad_fn does, total, samples)``: the sum of the
-        measures over this rank's samples (over axes that split the work of one loss,
-        that of stages too, it is summed; over data it is each rank's own: ``psum``
-        gives that of all), and how many samples this rank had.
+        a function that returns ``(what grad_fn returns, total, samples)``. ``total`` is
+        the sum of the measures over this rank's samples. It is summed over axes that
+        split the work of one loss, also over stages; over axes of the data it is each
+        rank's own, and ``psum`` gives that of all ranks. ``samples`` is the number of
+        this rank's samples.
 
     Raises:
         LawError: where a rank's own gradient does not exist as such: under
@@ -274,7 +275,7 @@ class AdaScaleState(NamedTuple):
 def adascale(
     optimizer: Optimizer, scale: float | None = None, *, smoothing: float | None = None
 ) -> Optimizer:
-    """``optimizer``, whose updates are multiplied by AdaScale's gain, from 1 to S.
+    """Multiplies the updates of ``optimizer`` by AdaScale's gain, from 1 to S.
 
     Of a step's gradient, the mean of n samples (the ranks' and microbatches' own
     gradients g_i), v estimates the variance of one sample at the scale of 1, and s the

@@ -76,7 +76,7 @@ def ema(
     every: int = 1,
     dtype: torch.dtype | None = None,
 ) -> Optimizer:
-    """``optimizer``, with an exponential moving average of the parameters.
+    """Adds an exponential moving average of the parameters to ``optimizer``.
 
     After an update, as ``torch.optim.swa_utils.get_ema_multi_avg_fn`` does it::
 
@@ -122,13 +122,13 @@ _SMALLEST_CHANGE = {torch.bfloat16: 2**-8, torch.float16: 2**-11}
 
 
 def warn_narrow(
-    name: str, average: Tree, least: tuple[float, str], way: str = ""
+    name: str, average: Tree, least: tuple[float, str], advice: str = ""
 ) -> None:
     """Warns of averages whose dtype has too few bits for their moves.
 
     Args:
         least: the least share of a change by which an average moves, and its words.
-        way: the start of the advice, where there is another than `master_weights`.
+        advice: its start, where there is another than `master_weights`.
     """
     dtypes = {
         stored_dtype(x) for x in tree.leaves(average, is_sharded) if x is not None
@@ -137,7 +137,7 @@ def warn_narrow(
     if stuck:
         warn(
             f"{name}'s averages are as narrow as the parameters: in {min(stuck)} one "
-            f"does not move by {least[1]}. Give {way}"
+            f"does not move by {least[1]}. Give {advice}"
             f"ff.master_weights(ff.{name}(optimizer)), which averages those",
         )
 
@@ -150,7 +150,7 @@ def swa(
     every: int = 1,
     dtype: torch.dtype | None = None,
 ) -> Optimizer:
-    """``optimizer``, with the mean of the parameters after its updates.
+    """Adds the mean of the parameters after its updates to ``optimizer``.
 
     ``average = average + (p - average) / (n + 1)`` after n of them, as
     ``torch.optim.swa_utils.AveragedModel`` does it.
@@ -243,7 +243,7 @@ class _Averaging:
 
 
 def eval_params(opt_state: Any, params: Tree) -> Tree:
-    """The averages that an optimizer keeps, as parameters to evaluate and to publish.
+    """Returns the averages in an optimizer's state, as parameters to evaluate.
 
     Args:
         opt_state: of an optimizer in which somewhere is `ema`, `swa` or
@@ -343,7 +343,7 @@ def schedule_free(
     weight_decay: float = 0.0,
     mask: Mask | None = None,
 ) -> Optimizer:
-    """Defazio's schedule-free form of ``base``: its rate needs no decay.
+    """Makes Defazio's schedule-free form of ``base``: its rate needs no decay.
 
     With gradients at y, w the largest rate so far to the power of ``weight_lr_power``,
     and c = w / (sum of all w)::
@@ -359,7 +359,7 @@ def schedule_free(
         b1: how far y is on the way from z to x, in (0, 1).
         weight_lr_power: how rates weigh in the average.
         weight_decay: what z loses of y, times the learning rate.
-        mask: ``mask(path, leaf)`` says which leaves decay so; all do without it.
+        mask: ``mask(path, leaf)`` returns whether a leaf decays so; by default all do.
 
     Returns:
         the optimizer; its state is a `ScheduleFreeState`. The parameters that it trains

@@ -41,7 +41,7 @@ _T = TypeVar("_T")
 
 @optimizer_factory
 def step_in_backward(optimizer: Optimizer) -> Optimizer:
-    """``optimizer``, whose step of a unit is made as soon as its gradient is there.
+    """Makes the step of ``optimizer`` for each unit as soon as its gradient is there.
 
     Under `shard` the gradients of a step then never exist all at once: what the
     backward of a unit gives is reduced, the unit's parameters and moments are stepped,

@@ -18,7 +18,7 @@ import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -540,7 +540,7 @@ class CodedCodec(Codec):
         self,
         rule: ElementRule,
         grads: Tree,
-        state: Any,
+        state: State,
         params: Tree,
         returns_params: bool,
     ) -> Phases:

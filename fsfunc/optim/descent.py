@@ -46,7 +46,7 @@ def sgd(
     dampening: float = 0.0,
     mask: Mask | None = None,
 ) -> Optimizer:
-    """SGD as ``torch.optim.SGD`` does it, over whole or sharded leaves.
+    """Makes SGD as ``torch.optim.SGD`` does it, for whole or sharded leaves.
 
     With l the learning rate; at the first step, v = d::
 
@@ -55,12 +55,12 @@ def sgd(
         p = p - l (d + momentum v  if nesterov else  v)
 
     Args:
-        learning_rate: a number, or ``schedule(count)`` giving one; see `schedules`.
+        learning_rate: a number, or a function of the count; see `schedules`.
         momentum: not negative; with 0 there is no state but the count, and p = p - l d.
         nesterov: look ahead along the momentum.
         weight_decay: added to the gradient, times the parameter: an L2 penalty.
         dampening: what the momentum leaves out of a gradient after the first.
-        mask: ``mask(path, leaf)`` says which leaves decay; all do without it.
+        mask: ``mask(path, leaf)`` returns whether a leaf decays; by default all do.
 
     Returns:
         the optimizer; its state is an `SgdState`. ``apply`` gives the bits of
@@ -189,7 +189,7 @@ def lion(
     mask: Mask | None = None,
     moment_dtype: torch.dtype | None = None,
 ) -> Optimizer:
-    """Lion, with the defaults of optax, over whole or sharded leaves.
+    """Makes Lion, with the defaults of optax, for whole or sharded leaves.
 
     With g the gradient and l the learning rate::
 
@@ -197,11 +197,11 @@ def lion(
         m = b2 m + (1 - b2) g
 
     Args:
-        learning_rate: a number, or ``schedule(count)`` giving one; see `schedules`.
+        learning_rate: a number, or a function of the count; see `schedules`.
         b1: weight of the momentum in an update, in [0, 1).
         b2: decay of the momentum, in [0, 1).
-        weight_decay: times the learning rate, what a leaf loses of itself.
-        mask: ``mask(path, leaf)`` says which leaves decay; all do without it.
+        weight_decay: the share of itself that a leaf loses, times the learning rate.
+        mask: ``mask(path, leaf)`` returns whether a leaf decays; by default all do.
         moment_dtype: of mu; that of each parameter without it; ``torch.uint8`` stands
             for codes of 8 bits, as in `sharded_adam`. Here float16 has no scale: with
             it, and where a parameter's dtype has too few bits, ``init`` warns.
@@ -249,6 +249,6 @@ def lion(
         equation=equation,
         weight_decay=weight_decay,
         mask=mask,
-        memory=b2,
+        moment_decay=b2,
     )
     return elementwise_optimizer(rule, codec_of(moment_dtype, CodedLionState))

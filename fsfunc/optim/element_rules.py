@@ -71,7 +71,7 @@ class ElementRule:
         kernel: ``kernel(count)(params, grads, *moments, weight_decay=)`` writes the
             same step into lists of dense tensors of one dtype.
         weight_decay, mask: the decay of a leaf.
-        memory: the decay of a moment that gains (1 - memory) of what is new: ``init``
+        moment_decay: of a moment that gains (1 - moment_decay) of what is new: ``init``
             warns where its dtype has too few bits for that. 0 for no warning.
     """
 
@@ -83,7 +83,7 @@ class ElementRule:
     kernel: Callable[[Any], Kernel] | None = None
     weight_decay: float = 0.0
     mask: Mask | None = None
-    memory: float = 0.0
+    moment_decay: float = 0.0
 
     def make_state(self, count: Count, moments: Sequence[Tree]) -> State:
         """Returns the state of these moments; its one field is None without any."""
@@ -163,8 +163,8 @@ class Codec:
 
     def init(self, rule: ElementRule, params: Tree) -> State:
         """Returns the first state: a count of 0, and moments of 0."""
-        if rule.memory and self.state is None:  # moments without a scale
-            warn_narrow_moments(rule.name, rule.memory, params, self.dtype)
+        if rule.moment_decay and self.state is None:  # moments without a scale
+            warn_narrow_moments(rule.name, rule.moment_decay, params, self.dtype)
         moments = [zeros_like(params, self.dtype) for _ in range(rule.moments)]
         return rule.make_state(0, moments)
 
@@ -193,8 +193,8 @@ class Codec:
             return new_params, rule.make_state(count + 1, new)
         updates, *new = matched.map_rule(rule.rule_at(count), decays)
         yield
-        added = apply_updates(params, updates) if returns_params else updates
-        return added, rule.make_state(count + 1, new)
+        new_tree = apply_updates(params, updates) if returns_params else updates
+        return new_tree, rule.make_state(count + 1, new)
 
 
 def elementwise_optimizer(rule: ElementRule, codec: Codec) -> Optimizer:
@@ -210,7 +210,7 @@ def elementwise_optimizer(rule: ElementRule, codec: Codec) -> Optimizer:
     ...     name="heavy_ball", state=State, moments=1, equation=equation,
     ...     numbers=lambda count: (0.5,),
     ... )
-    >>> optimizer, w = elementwise(rule, Codec()), torch.ones(2)
+    >>> optimizer, w = elementwise_optimizer(rule, Codec()), torch.ones(2)
     >>> optimizer.apply(torch.ones(2), optimizer.init(w), w)
     (tensor([0.5000, 0.5000]), State(count=1, m=tensor([1., 1.])))
     """
@@ -550,7 +550,7 @@ def _returning_update(equation: Equation, count: int) -> Callable[..., Tensor]:
     return _with_own_code(update)
 
 
-def _with_own_code(fn: Any) -> Any:
+def _with_own_code(fn: types.FunctionType) -> types.FunctionType:
     """Copies a function, with a code object of its own.
 
     torch.compile counts recompilations by code object, and gives up after a few: rules

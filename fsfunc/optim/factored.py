@@ -1,4 +1,9 @@
-"""Adafactor: second moments as a row and a column, over whatever the rank holds."""
+"""Adafactor: the second moments of a matrix as one row and one column.
+
+A rank holds some boxes of a matrix. It sums the squares of its gradients' elements in
+them by row and by column; one psum adds these sums over ranks. So every rank has the
+whole row and column, and computes the update of its own boxes.
+"""
 
 from __future__ import annotations
 
@@ -34,73 +39,87 @@ from fsfunc.optim.places import (
     step_memory_like,
 )
 from fsfunc.optim.reductions import reduce_over_axes
-from fsfunc.optim.schedules import (
-    Schedule,
-    check_params_given,
-    check_ranges,
-    rate_at,
-)
+from fsfunc.optim.schedules import Schedule, check_params_given, check_ranges, rate_at
 from fsfunc.sharded.layout import Layout
 from fsfunc.sharded.leaf import is_sharded
 from fsfunc.sharded.slices import Box, boxes
+from fsfunc.tree.types import Leaf, PyTree
 
 
 class FactoredLeaf:
-    """A leaf's part in a step: the rank's boxes of it, and its second moments."""
+    """A leaf's part in a step: the rank's boxes of it, and its second moments.
 
-    def __init__(self, at: int, param: Any, grad: Any, moments: Sequence[Any]):
-        self.at, self.shape = at, tuple(param.shape)
+    Args:
+        position: among the leaves that are updated.
+        param, grad: the leaf and its gradient.
+        moments: its row, column and variance, some of them None; see `AdafactorState`.
+    """
+
+    def __init__(self, position: int, param: Leaf, grad: Leaf, moments: Sequence[Leaf]):
+        self.position, self.shape = position, tuple(param.shape)
         self.p: Tensor = local_tensor(param)
-        self.g: Any = local_tensor(grad)  # None when it is used
-        self.wide = sum_dtype(self.p.dtype)
+        self.g: Any = local_tensor(grad)  # None once it has been used
+        self.sum_dtype = sum_dtype(self.p.dtype)
         self.device = computing_device(self.p)
         self.axes: tuple[str, ...] = ()
         self.boxes = [Box((0,) * len(self.shape), self.shape, 0)]
         if is_sharded(param):
             self.axes = tuple(sorted(param.layout.axes))
             self.boxes = _local_boxes(param.layout) if self.axes else self.boxes
-        self.moments = moments
+        self.old_moments = moments
+        self.row: Any
+        self.col: Any
+        self.variance: Any
         self.row, self.col, self.variance = moments
-        self.denominator: Any = None
-        self.power: Any = None
+        self.row_mean: Any = None  # of the new row: what divides row times column
+        self.sum_of_squares: Any = None  # of the whole parameter
 
     @property
     def factored(self) -> bool:
+        """Whether it has a row and a column; a vector has a variance instead."""
         return len(self.shape) > 1
 
     @property
     def sizes(self) -> list[int]:
-        """Counts of the sums: of the parameter, by row and by column."""
+        """The numbers of sums: of the parameter, by row and by column."""
         if not self.factored:
             return [1, 0, 0]
         return [1, self.row.numel(), self.col.numel()]
 
     def fits(self, ndim: int) -> bool:
-        """True if the second moments fit such a leaf."""
+        """Returns whether the second moments fit a leaf of ``ndim`` dims."""
         if ndim < 2:
-            found = self.variance
-            return found is not None and found.shape == self.p.shape
+            variance = self.variance
+            return variance is not None and variance.shape == self.p.shape
         *outer, r, c = self.shape
         shapes = [None if x is None else list(x.shape) for x in (self.row, self.col)]
         return shapes == [[*outer, r, 1], [*outer, 1, c]]
 
-    def add_to(self, power: Tensor, rows: Tensor, cols: Tensor) -> None:
-        """Adds this rank's sums of squares."""
-        power.add_(_sum_of_squares(self.p, self.wide))
+    def add_squares(self, param_sum: Tensor, rows: Tensor, cols: Tensor) -> None:
+        """Adds this rank's sums of squares.
+
+        Args:
+            param_sum: of the parameter's elements, [1].
+            rows, cols: of the gradient's, by row and by column.
+        """
+        param_sum.add_(_sum_of_squares(self.p, self.sum_dtype))
         if not self.factored:
             return
         rows, cols = rows.view(self.row.shape), cols.view(self.col.shape)
         for box, g in self._cut(self.g.reshape(-1)):
-            of_rows = vector_norm(g, dim=-1, keepdim=True, dtype=self.wide)
-            of_cols = vector_norm(g, dim=-2, keepdim=True, dtype=self.wide)
-            _narrow_to(rows, box).add_(of_rows.square().to(rows.device))
-            _narrow_to(cols, box).add_(of_cols.square().to(cols.device))
+            # By norms, as these take the dtype to sum in.
+            row_norms = vector_norm(g, dim=-1, keepdim=True, dtype=self.sum_dtype)
+            col_norms = vector_norm(g, dim=-2, keepdim=True, dtype=self.sum_dtype)
+            _narrow_to(rows, box).add_(row_norms.square().to(rows.device))
+            _narrow_to(cols, box).add_(col_norms.square().to(cols.device))
 
-    def learn(self, rows: Tensor, cols: Tensor, weight: Any) -> None:
-        """Takes in the whole sums: the second moments are other tensors then."""
+    def update_moments(
+        self, rows: Tensor, cols: Tensor, weight: float | Tensor
+    ) -> None:
+        """Averages the sums over all ranks into the second moments, out of place."""
         if not self.factored:
             self.g, self.variance = bring_together([self.g, self.variance])
-            square = self.g.to(self.wide).square().view(self.variance.shape)
+            square = self.g.to(self.sum_dtype).square().view(self.variance.shape)
             self.variance = self.variance.lerp(square, weight)
             return
         self.g, self.row, self.col = bring_together([self.g, self.row, self.col])
@@ -108,49 +127,52 @@ class FactoredLeaf:
         rows = rows.view(self.row.shape).to(self.row) / max(c, 1)
         cols = cols.view(self.col.shape).to(self.col) / max(r, 1)
         self.row, self.col = self.row.lerp(rows, weight), self.col.lerp(cols, weight)
-        self.denominator = self.row.mean(dim=-2, keepdim=True)
+        self.row_mean = self.row.mean(dim=-2, keepdim=True)
 
-    def direct(self, out: Tensor, eps1: float | None) -> None:
-        """Writes the update before it is scaled; ``out`` is dense."""
-        if out.device != self.g.device:  # it is computed on the device, and goes back
-            here = torch.empty_like(out, device=self.g.device)
-            self._write(here, eps1)
-            copy_to(out, here)
+    def write_update(self, out: Tensor, eps1: float | None) -> None:
+        """Writes the update before it is scaled into ``out``, which is dense."""
+        if out.device != self.g.device:  # ``out`` is offloaded, ``g`` was fetched
+            update = torch.empty_like(out, device=self.g.device)
+            self._compute_update(update, eps1)
+            copy_to(out, update)
         else:
-            self._write(out, eps1)
-        self.g = None  # or what was brought of all leaves would be held
+            self._compute_update(out, eps1)
+        self.g = None  # else the fetched gradients of all leaves would be held
 
-    def _write(self, out: Tensor, eps1: float | None) -> None:
+    def _compute_update(self, out: Tensor, eps1: float | None) -> None:
         least = torch.finfo(self.p.dtype).eps if eps1 is None else eps1
         if not self.factored:
-            estimate = self.variance.clamp(min=least * least).rsqrt_()
-            out.copy_(estimate.view(out.shape).mul_(self.g))
+            inverse_root = self.variance.clamp(min=least * least).rsqrt_()
+            out.copy_(inverse_root.view(out.shape).mul_(self.g))
             return
-        below = self.denominator.clamp(min=least)
+        row_mean = self.row_mean.clamp(min=least)
         boxes = self._cut(self.g.reshape(-1)), self._cut(out.view(-1))
+        # u = g / sqrt(max(row col / max(mean_r(row), eps1), eps1^2)), box by box
         for (box, g), (_, u) in zip(*boxes, strict=True):
             torch.mul(_narrow_to(self.row, box), _narrow_to(self.col, box), out=u)
-            u.div_(_narrow_to(below, box)).clamp_(min=least * least).rsqrt_().mul_(g)
+            u.div_(_narrow_to(row_mean, box)).clamp_(min=least * least).rsqrt_().mul_(g)
 
-    def kept(self) -> list[Tensor | None]:
-        """The second moments of the next step, where those of this one lie."""
-        new = zip((self.row, self.col, self.variance), self.moments, strict=True)
+    def new_moments(self) -> list[Tensor | None]:
+        """Returns the second moments of the next step, where the old ones lie."""
+        pairs = zip((self.row, self.col, self.variance), self.old_moments, strict=True)
         return [
             x if x is old else return_beside(x, old, outlives_step=True)
-            for x, old in new
+            for x, old in pairs
         ]
 
-    def rms(self, power: Tensor) -> Tensor:
-        return (power / max(math.prod(self.shape), 1)).sqrt()
+    def rms(self, sum_of_squares: Tensor) -> Tensor:
+        """Returns the root mean square of elements of the whole leaf, by their sum."""
+        return (sum_of_squares / max(math.prod(self.shape), 1)).sqrt()
 
     def _cut(self, flat: Tensor) -> Iterator[tuple[Box, Tensor]]:
+        """Cuts what this rank holds, flat, into its boxes: views of it."""
         for box in self.boxes:
             if box.numel:
                 yield box, flat[box.start : box.start + box.numel].view(box.sizes)
 
 
 def _narrow_to(x: Tensor, box: Box) -> Tensor:
-    """The elements of ``x`` that go with a box; a dim of length 1 goes with all."""
+    """Returns the part of ``x`` that goes with a box; a dim of size 1 goes with all."""
     for dim, (start, length) in enumerate(zip(box.offsets, box.sizes, strict=True)):
         if x.shape[dim] > 1:
             x = x.narrow(dim, start, length)
@@ -158,20 +180,28 @@ def _narrow_to(x: Tensor, box: Box) -> Tensor:
 
 
 def sums_of_squares(leaves: Sequence[FactoredLeaf]) -> list[tuple[Tensor, ...]]:
-    """Of each leaf the sums of squares over all ranks: of it, by row and by column."""
-    made = [torch.zeros(sum(x.sizes), dtype=x.wide, device=x.device) for x in leaves]
-    for leaf, out in zip(leaves, made, strict=True):
-        leaf.add_to(*out.split(leaf.sizes))
-    sums = _reduce_all(leaves, made)
+    """Returns each leaf's sums over all ranks: (of the parameter, by row, by column).
+
+    In one tensor for each leaf, so that one collective reduces all of them.
+    """
+    local_sums = [
+        torch.zeros(sum(x.sizes), dtype=x.sum_dtype, device=x.device) for x in leaves
+    ]
+    for leaf, out in zip(leaves, local_sums, strict=True):
+        leaf.add_squares(*out.split(leaf.sizes))
+    sums = _reduce_all(leaves, local_sums)
     return [x.split(leaf.sizes) for leaf, x in zip(leaves, sums, strict=True)]
 
 
 def update_squares(
     leaves: Sequence[FactoredLeaf], updates: Sequence[Tensor]
 ) -> list[Tensor]:
-    """Of each leaf the sum of squares of its update over all ranks."""
-    made = [_sum_of_squares(updates[x.at], x.wide).to(x.device)[None] for x in leaves]
-    return [x[0] for x in _reduce_all(leaves, made)]
+    """Returns the sum of squares of each leaf's update over all ranks."""
+    local_sums = [
+        _sum_of_squares(updates[x.position], x.sum_dtype).to(x.device)[None]
+        for x in leaves
+    ]
+    return [x[0] for x in _reduce_all(leaves, local_sums)]
 
 
 def _sum_of_squares(x: Tensor, dtype: torch.dtype) -> Tensor:
@@ -186,18 +216,18 @@ def _reduce_all(
 
 
 def _local_boxes(layout: Layout) -> list[Box]:
-    """The places of the rank's elements in the whole leaf."""
-    at = here().mesh.coordinates()
-    return _cached_boxes(layout, tuple(at[axis] for axis in layout.axes))
+    """Returns where this rank's elements lie in the whole leaf."""
+    coordinates = here().mesh.coordinates()
+    return _cached_boxes(layout, tuple(coordinates[axis] for axis in layout.axes))
 
 
 @lru_cache(maxsize=4096)  # a step asks for the same ones every time
-def _cached_boxes(layout: Layout, key: tuple[int, ...]) -> list[Box]:
-    return boxes(layout, dict(zip(layout.axes, key, strict=True)))
+def _cached_boxes(layout: Layout, coordinates: tuple[int, ...]) -> list[Box]:
+    return boxes(layout, dict(zip(layout.axes, coordinates, strict=True)))
 
 
 def sum_dtype(dtype: torch.dtype) -> torch.dtype:
-    """In which sums of such numbers are made: float32 at least."""
+    """Returns the dtype for sums of such numbers: float32 at least."""
     return torch.promote_types(dtype, torch.float32)
 
 
@@ -210,9 +240,9 @@ class AdafactorState(NamedTuple):
     """
 
     count: int | Tensor
-    row: Any
-    col: Any
-    variance: Any
+    row: PyTree
+    col: PyTree
+    variance: PyTree
 
 
 @optimizer_factory
@@ -225,7 +255,7 @@ def adafactor(
     weight_decay: float = 0.0,
     mask: Mask | None = None,
 ) -> Optimizer:
-    """Adafactor as ``torch.optim.Adafactor`` does it, over whole or sharded leaves.
+    """Makes Adafactor as ``torch.optim.Adafactor`` does it, for any leaves.
 
     With t = count + 1, b = t^beta2_decay, and means over each whole leaf::
 
@@ -235,12 +265,12 @@ def adafactor(
         p = p - learning_rate weight_decay p - step u / max(1, rms(u) / d)
 
     Args:
-        learning_rate: a number, or ``schedule(count)`` giving one; see `schedules`.
+        learning_rate: a number, or a function of the count; see `schedules`.
         beta2_decay: how fast older squares are forgotten less, at most 0.
         eps: eps1, by default the machine epsilon of the leaf's dtype, and eps2.
         d: above which root mean square an update is scaled down, at least 1.
-        weight_decay: times the learning rate, what a leaf loses of itself.
-        mask: ``mask(path, leaf)`` says which leaves decay; all do without it.
+        weight_decay: the share of itself that a leaf loses, times the learning rate.
+        mask: ``mask(path, leaf)`` returns whether a leaf decays; by default all do.
 
     Returns:
         the optimizer; its state is an `AdafactorState`: of a matrix r + c numbers in
@@ -267,7 +297,9 @@ def adafactor(
     eps1, eps2 = eps
     check_ranges("adafactor", eps1=eps1 or 0.0, eps2=eps2)
 
-    def update(grads: Tree, state: AdafactorState, params: Tree = None):
+    def update(
+        grads: Tree, state: AdafactorState, params: Tree = None
+    ) -> tuple[Tree, AdafactorState]:
         check_params_given(params, "adafactor")
         matched = Matched.of(params, grads)
         if matched.differentiated:
@@ -283,22 +315,22 @@ def adafactor(
             updates = matched.buffers[1].rebuild(
                 [step_memory_like(x, sum_dtype(x.dtype)).zero_() for x in flats]
             )
-            for leaf, (power, rows, cols) in zip(leaves, sums, strict=True):
-                leaf.learn(rows, cols, t**beta2_decay)
-                leaf.direct(local_tensor(updates[leaf.at]), eps1)
-                leaf.power = power[0]
-            lengths = update_squares(leaves, [local_tensor(x) for x in updates])
+            for leaf, (param_sum, rows, cols) in zip(leaves, sums, strict=True):
+                leaf.update_moments(rows, cols, t**beta2_decay)
+                leaf.write_update(local_tensor(updates[leaf.position]), eps1)
+                leaf.sum_of_squares = param_sum[0]
+            squares = update_squares(leaves, [local_tensor(x) for x in updates])
             step = min(rate, 1 / t**0.5)
             decays = matched.decays(rate * weight_decay, mask)
-            for leaf, length in zip(leaves, lengths, strict=True):
-                rms_p, rms_u = leaf.rms(leaf.power), leaf.rms(length)
+            for leaf, square in zip(leaves, squares, strict=True):
+                rms_p, rms_u = leaf.rms(leaf.sum_of_squares), leaf.rms(square)
                 factor = step * rms_p.clamp(min=eps2) / (rms_u / d).clamp(min=1)
-                u = local_tensor(updates[leaf.at])
+                u = local_tensor(updates[leaf.position])
                 u.mul_(-factor.to(u.device, u.dtype))
-                if decays[leaf.at]:
-                    u.sub_(leaf.p, alpha=decays[leaf.at])
-        out = matched.restore(updates, [None] * len(matched.trees[0]))
-        return out, _next_state(matched, state, leaves)
+                if decays[leaf.position]:
+                    u.sub_(leaf.p, alpha=decays[leaf.position])
+        update_tree = matched.restore(updates, [None] * len(matched.trees[0]))
+        return update_tree, _next_state(matched, state, leaves)
 
     return Optimizer(_init, update)
 
@@ -306,54 +338,60 @@ def adafactor(
 def _init(params: Tree) -> AdafactorState:
     check_real(params, "adafactor takes", "as torch.optim.Adafactor takes none")
 
-    def factor(short: int) -> Tree:
-        def zeros(leaf: Any) -> Any:
+    def factors(short_dim: int) -> Tree:
+        """Returns zeros like matrices, with 1 for the size of a dim."""
+
+        def zeros(leaf: Leaf) -> Tensor | None:
             if not trainable(leaf) or leaf.ndim < 2:
                 return None
             shape = [*leaf.shape]
-            shape[short] = 1
+            shape[short_dim] = 1
             return torch.zeros(
                 shape, dtype=sum_dtype(leaf.dtype), device=device_with(leaf)
             )
 
         return tree.map(zeros, params, is_leaf=is_sharded)
 
-    def variance(leaf: Any) -> Any:
+    def variance(leaf: Leaf) -> Leaf:
         if not trainable(leaf) or leaf.ndim > 1:
             return None
-        how: Any = {"dtype": sum_dtype(leaf.dtype), "device": device_with(leaf)}
-        zeros = torch.zeros_like(local_tensor(leaf), **how)
+        options: Any = {"dtype": sum_dtype(leaf.dtype), "device": device_with(leaf)}
+        zeros = torch.zeros_like(local_tensor(leaf), **options)
         return leaf.with_local(zeros) if is_sharded(leaf) else zeros
 
-    vectors = tree.map(variance, params, is_leaf=is_sharded)
-    return AdafactorState(0, factor(-1), factor(-2), vectors)
+    variances = tree.map(variance, params, is_leaf=is_sharded)
+    return AdafactorState(0, factors(-1), factors(-2), variances)
 
 
 def _factored_leaves(matched: Matched, state: AdafactorState) -> list[FactoredLeaf]:
-    """The leaves to update, with their moments.
+    """Returns the leaves to update, with their moments.
 
     Raises:
         TreeMismatch: the moments are not those of the parameters.
     """
     columns = _moment_columns(matched, state)
     leaves = []
-    for at, i in enumerate(matched.active):
+    for position, i in enumerate(matched.active):
         param, grad = matched.trees[0][i], matched.trees[1][i]
-        held = [column[i] for column in columns]
+        moments = [column[i] for column in columns]
         leaf = FactoredLeaf(
-            at, param, grad, [None if x is None else local_tensor(x) for x in held]
+            position,
+            param,
+            grad,
+            [None if x is None else local_tensor(x) for x in moments],
         )
         if not leaf.fits(param.ndim):
             raise tree.TreeMismatch(
                 "optimizer state does not fit the parameters at "
-                f"{paths_of(matched.treedef)[i]!r}: {describe_leaf(param)} has other second "
-                "moments; make them with this optimizer's own init(params)"
+                f"{paths_of(matched.treedef)[i]!r}: {describe_leaf(param)} has other "
+                "second moments; make them with this optimizer's own init(params)"
             )
         leaves.append(leaf)
     return leaves
 
 
-def _moment_columns(matched: Matched, state: AdafactorState) -> list[list[Any]]:
+def _moment_columns(matched: Matched, state: AdafactorState) -> list[list[Leaf]]:
+    """Returns the rows, columns and variances: all leaves of each."""
     trees = state.row, state.col, state.variance
     return [flatten_like(matched.treedef, t, "optimizer state") for t in trees]
 
@@ -361,10 +399,11 @@ def _moment_columns(matched: Matched, state: AdafactorState) -> list[list[Any]]:
 def _next_state(
     matched: Matched, state: AdafactorState, leaves: Sequence[FactoredLeaf]
 ) -> AdafactorState:
+    """Returns the state with the new moments of the leaves that were updated."""
     columns = [list(column) for column in _moment_columns(matched, state)]
     for leaf in leaves:
-        i = matched.active[leaf.at]
-        for column, x in zip(columns, leaf.kept(), strict=True):
+        i = matched.active[leaf.position]
+        for column, x in zip(columns, leaf.new_moments(), strict=True):
             old = column[i]
             column[i] = old.with_local(x) if is_sharded(old) else x
     trees = [tree.unflatten(matched.treedef, column) for column in columns]

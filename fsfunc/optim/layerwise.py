@@ -1,7 +1,8 @@
 """LAMB and LARS, and trust ratios: updates at the scale of each leaf, however it lies.
 
-The norms of all leaves, of parameters and of updates, are reduced at once: one psum
-over each set of axes.
+A leaf's trust ratio is the norm of the parameter over that of its update. The norms of
+all leaves, of parameters and of updates, are reduced over ranks at once: one psum over
+each set of axes.
 """
 
 from __future__ import annotations
@@ -30,13 +31,10 @@ from fsfunc.optim.optimizer import (
 )
 from fsfunc.optim.places import bring_with_decay, computing_device, step_memory_like
 from fsfunc.optim.reductions import Row, leaf_rows, row_norms, spread_into_parts
-from fsfunc.optim.schedules import (
-    Schedule,
-    check_params_given,
-    rate_at,
-)
+from fsfunc.optim.schedules import Schedule, check_params_given, rate_at
 from fsfunc.optim.transformations import add_decayed_weights, chain
 from fsfunc.sharded.leaf import is_sharded
+from fsfunc.tree.types import Leaf
 
 
 @optimizer_factory
@@ -47,7 +45,7 @@ def scale_by_trust_ratio(
     *,
     mask: Mask | None = None,
 ) -> Optimizer:
-    """The transformation that scales each leaf's update by its trust ratio.
+    """Scales each leaf's update by its trust ratio.
 
     Of a leaf p with update u, as optax does it::
 
@@ -57,7 +55,7 @@ def scale_by_trust_ratio(
         min_norm: what norms below count as.
         trust_coefficient: above 0.
         eps: added to the norm of the update.
-        mask: ``mask(path, leaf)`` says which leaves are scaled; all are without it.
+        mask: ``mask(path, leaf)`` returns whether a leaf is scaled; by default all are.
 
     Raises:
         ValueError: a negative number, or an update without ``params``.
@@ -76,7 +74,7 @@ def scale_by_trust_ratio(
     trust = Trust(min_norm, trust_coefficient, eps, mask)
 
     def update(grads: Tree, state: State, params: Tree = None) -> tuple[Tree, State]:
-        return trust.scaled(grads, params), state
+        return trust.scale(grads, params), state
 
     return Optimizer(lambda params: (), update)
 
@@ -91,37 +89,48 @@ class Trust:
     mask: Mask | None = None
 
     def ratios(self, matched: Matched, updates: Iterator[Row]) -> list[Tensor]:
-        """By flat tensor of ``matched``, 1-D, the ratio of each of its leaves.
+        """Returns the ratio of each leaf: 1-D, by flat tensor of ``matched``.
 
-        ``updates`` are made as they are asked for: only their norms are kept.
+        Args:
+            updates: made as they are asked for, so that only their norms take memory.
         """
         count = len(matched.leaf_positions)
         rows = joined(_rows_of_column(matched, 0), updates)
         norms = [n.clamp(min=self.min_norm) for n in row_norms(rows)]
-        adapted = matched.decays(1, self.mask)
-        out = []
+        is_scaled = matched.decays(1, self.mask)  # 1 or 0, by the mask
+        ratios = []
         flats = matched.buffers[0].tensors
         columns = norms[:count], norms[count:], matched.leaf_positions, flats
-        for of_params, of_updates, members, flat in zip(*columns, strict=True):
-            if of_params.device != of_updates.device:  # one of them lies with the host
-                where = computing_device(flat)
-                of_params, of_updates = of_params.to(where), of_updates.to(where)
-            usable = (of_params != 0) & (of_updates != 0)
-            safe = torch.where(usable, of_updates, 1) + self.eps
-            ratio = torch.where(usable, self.coefficient * of_params / safe, 1)
-            if not all(adapted[j] for j in members):
-                like = {"dtype": torch.bool, "device": ratio.device}
-                which = torch.tensor([adapted[j] for j in members], **like)
-                ratio = torch.where(which, ratio, 1)
-            out.append(ratio)
-        return out
+        for param_norms, update_norms, positions, flat in zip(*columns, strict=True):
+            if param_norms.device != update_norms.device:  # one of them is offloaded
+                device = computing_device(flat)
+                param_norms, update_norms = (
+                    param_norms.to(device),
+                    update_norms.to(device),
+                )
+            # No branch on the norms: nothing waits for the device. The inner `where`
+            # keeps the derivative finite where a norm is 0.
+            is_usable = (param_norms != 0) & (update_norms != 0)
+            divisors = torch.where(is_usable, update_norms, 1) + self.eps
+            ratio = torch.where(is_usable, self.coefficient * param_norms / divisors, 1)
+            if not all(is_scaled[j] for j in positions):
+                options = {"dtype": torch.bool, "device": ratio.device}
+                mask = torch.tensor([is_scaled[j] for j in positions], **options)
+                ratio = torch.where(mask, ratio, 1)
+            ratios.append(ratio)
+        return ratios
 
-    def scaled(
-        self, updates: Tree, params: Tree, rate: Any = 1, own: bool = False
+    def scale(
+        self,
+        updates: Tree,
+        params: Tree,
+        rate: float | Tensor = 1,
+        writes_updates: bool = False,
     ) -> Tree:
-        """Updates times their ratios and ``rate``.
+        """Returns updates times their ratios and ``rate``.
 
-        own: whether ``updates`` may be written over.
+        Args:
+            writes_updates: whether ``updates`` may be written over.
         """
         check_params_given(params, "a trust ratio")
         matched = Matched.of(params, updates)
@@ -130,7 +139,7 @@ class Trust:
             return matched.restore(_scale_leaves(matched, ratios), matched.no_updates)
         buffers = matched.buffers[1]
         flats = buffers.tensors
-        if not own:
+        if not writes_updates:
             flats = [step_memory_like(t).copy_(t.detach()) for t in flats]
         with torch.no_grad():
             for flat, (_, packed), ratio in zip(
@@ -150,18 +159,18 @@ def _rows_of_column(matched: Matched, column: int) -> Iterator[Row]:
 
 
 def _scale_leaves(matched: Matched, ratios: Sequence[Tensor]) -> list[Any]:
-    """Leaves times their ratios, by operations that differentiate."""
-    out: list[Any] = [None] * len(matched.active)
-    for ratio, members in zip(ratios, matched.leaf_positions, strict=True):
-        for j, factor in zip(members, ratio.unbind(), strict=True):
+    """Returns leaves times their ratios, by operations that differentiate."""
+    leaves: list[Leaf] = [None] * len(matched.active)
+    for ratio, positions in zip(ratios, matched.leaf_positions, strict=True):
+        for j, factor in zip(positions, ratio.unbind(), strict=True):
             leaf = matched.trees[1][matched.active[j]]
             x = local_tensor(leaf)
             if is_sharded(leaf):
                 factor = spread_into_parts(factor, leaf.layout.axes)
-                out[j] = leaf.with_local(x * factor.to(x.device, x.dtype))
+                leaves[j] = leaf.with_local(x * factor.to(x.device, x.dtype))
             else:
-                out[j] = x * factor.to(x.device, x.dtype)
-    return out
+                leaves[j] = x * factor.to(x.device, x.dtype)
+    return leaves
 
 
 @optimizer_factory
@@ -175,7 +184,7 @@ def lamb(
     mask: Mask | None = None,
     moment_dtype: torch.dtype | None = None,
 ) -> Optimizer:
-    """LAMB, with the defaults of optax: Adam whose step has the scale of each leaf.
+    """Makes LAMB, with the defaults of optax: Adam at the scale of each leaf.
 
     With m and v as Adam's, t = count + 1, and norms over each whole leaf::
 
@@ -186,12 +195,12 @@ def lamb(
     scale(learning_rate))``, in less memory.
 
     Args:
-        learning_rate: a number, or ``schedule(count)`` giving one; see `schedules`.
+        learning_rate: a number, or a function of the count; see `schedules`.
         b1: decay of the mean, in [0, 1).
         b2: decay of the mean square, in [0, 1).
         eps: added to the denominator.
         weight_decay: what a leaf adds of itself to its update.
-        mask: ``mask(path, leaf)`` says which leaves decay; all do without it.
+        mask: ``mask(path, leaf)`` returns whether a leaf decays; by default all do.
         moment_dtype: of mu and nu, as of `sharded_adam`.
 
     Returns:
@@ -228,6 +237,7 @@ def lamb(
         updates, (state, _) = pure.update(grads, (state, ()), params)
         return map_flat(lambda ts: scale_tensors(ts, rate), updates), state
 
+    # Such moments are no input of Adam's equation: their codec makes the update.
     if moment_dtype in (torch.float16, torch.uint8):
         return Optimizer(adam.init, update)
 
@@ -244,18 +254,18 @@ def lamb(
             ratios = trust.ratios(matched, steps)
         rate = rate_at(learning_rate, state.count)
         rates: list[Any] = [None] * len(decays)
-        for ratio, members in zip(ratios, matched.leaf_positions, strict=True):
-            for j, own in zip(members, (rate * ratio).unbind(), strict=True):
-                rates[j] = own
-        how = {"count": state.count, "beta1": b1, "beta2": b2, "eps": eps}
+        for ratio, positions in zip(ratios, matched.leaf_positions, strict=True):
+            for j, leaf_rate in zip(positions, (rate * ratio).unbind(), strict=True):
+                rates[j] = leaf_rate
+        options = {"count": state.count, "beta1": b1, "beta2": b2, "eps": eps}
 
-        def kernel(*columns: Any, weight_decay: tuple[float, int]) -> None:
+        def kernel(*columns: list[Tensor], weight_decay: tuple[float, int]) -> None:
             decay, j = weight_decay
-            lr = rates[j].to(columns[0][0].device)  # norms are where one computes
-            fused_adam(*columns, lr=lr, weight_decay=decay, **how)
+            lr = rates[j].to(columns[0][0].device)  # the host's, if it computes
+            fused_adam(*columns, lr=lr, weight_decay=decay, **options)
 
         yield
-        # A fused call has one rate, so each leaf is one of its own.
+        # A fused call has one rate, so each leaf is a group of its own.
         leaf_by_leaf = [(d, j) for j, d in enumerate(decays)]
         params, mu, nu = run_kernel(matched, kernel, leaf_by_leaf)
         return params, AdamState(state.count + 1, mu, nu)
@@ -266,13 +276,13 @@ def lamb(
 def _unscaled_steps(
     matched: Matched, step: Rule, decays: Sequence[float]
 ) -> Iterator[Row]:
-    """Adam's step of each flat tensor at a rate of 1, by leaf."""
+    """Yields Adam's step of each flat tensor at a rate of 1, as leaves' parts."""
     columns = zip(*(b.tensors for b in matched.buffers), strict=True)
     groups = zip(_rows_of_column(matched, 0), matched.buffers[0].groups, strict=True)
     rows = zip(columns, matched.decays_by_buffer(decays), groups, strict=True)
-    for row, decay, ((along, _), (_, packed)) in rows:
+    for row, decay, ((axes, _), (_, packed)) in rows:
         u = step(*bring_with_decay(row, decay))[0]
-        yield along, [u] if packed is None else [u[a:b] for a, b in packed.ranges]
+        yield axes, [u] if packed is None else [u[a:b] for a, b in packed.ranges]
 
 
 @optimizer_factory
@@ -287,7 +297,7 @@ def lars(
     mask: Mask | None = None,
     trust_mask: Mask | None = None,
 ) -> Optimizer:
-    """LARS, with the defaults of optax: momentum whose steps have each leaf's scale.
+    """Makes LARS, with the defaults of optax: momentum at the scale of each leaf.
 
     With l the learning rate, and norms over each whole leaf::
 
@@ -298,13 +308,13 @@ def lars(
     where the ratio is 1 for a norm of 0, and for leaves that ``trust_mask`` leaves out.
 
     Args:
-        learning_rate: a number, or ``schedule(count)`` giving one; see `schedules`.
+        learning_rate: a number, or a function of the count; see `schedules`.
         momentum: not negative.
         nesterov: look ahead along the momentum.
         weight_decay: added to the gradient, times the parameter.
         trust_coefficient: how far a step may go, as a part of the leaf.
         eps: added to the norm of the update.
-        mask: ``mask(path, leaf)`` says which leaves decay; all do without it.
+        mask: ``mask(path, leaf)`` returns whether a leaf decays; by default all do.
         trust_mask: the same of which leaves are scaled by their ratio.
 
     Returns:
@@ -338,9 +348,10 @@ def lars(
         if decay is not None:
             grads, _ = decay.update(grads, (), params)
         rate = rate_at(learning_rate, state.count)
-        # Where some leaves do not decay, theirs are still the gradients given.
-        own = decay is not None and mask is None
-        directed = trust.scaled(grads, params, rate, own=own)
-        return (yield from descent.phases(directed, state, params, returns_params))
+        # With a decay the gradients are new tensors, if all leaves decay: with a mask
+        # some are still the ones given.
+        are_new = decay is not None and mask is None
+        scaled = trust.scale(grads, params, rate, writes_updates=are_new)
+        return (yield from descent.phases(scaled, state, params, returns_params))
 
     return from_phases(descent.init, phases)

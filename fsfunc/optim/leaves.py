@@ -197,7 +197,7 @@ def origins(values: PyTree) -> Iterator[tuple[str, str, str]]:
 _MARKS: dict[str, Any] = {"origins": str, "evaluated": Callable, "rounds": bool}
 
 
-def _has_mark(x: object, mark: str) -> bool:
+def _has_mark(x: PyTree, mark: str) -> bool:
     """Returns whether the class of ``x`` has the mark.
 
     A user's own state may have a field of that name, which is no mark: of a named tuple

@@ -87,12 +87,12 @@ class ApplyIfFiniteState(NamedTuple):
 
 @optimizer_factory
 def apply_if_finite(optimizer: Optimizer, max_consecutive_errors: int = 5) -> Optimizer:
-    """``optimizer``, which makes no step where a gradient is infinite or NaN.
+    """Skips the step of ``optimizer`` where a gradient is infinite or NaN.
 
-    The parameters and the state of ``optimizer`` then stay as they are, on every rank:
-    of the whole mesh, whichever of them has such an element. As optax's; the first
-    gradients after ``max_consecutive_errors`` bad ones in a row are applied, whatever
-    they are, so that training that went wrong shows it.
+    If any rank of the mesh has such an element, the parameters and the state of
+    ``optimizer`` stay as they are on all ranks. As in optax, the first gradients after
+    ``max_consecutive_errors`` bad ones in a row are applied whatever they are, so that
+    training that went wrong shows it.
 
     Args:
         optimizer: what makes the steps; with `chain`, also what clips.
@@ -168,16 +168,16 @@ def loss_scale(
     interval: int = 2000,
     minimum: float = 1e-4,
 ) -> Optimizer:
-    """``optimizer`` whose train step scales its loss, and skips what overflows.
+    """Scales the loss of ``optimizer``'s train step, and skips steps that overflow.
 
-    The backward starts from the scale, and the gradients are divided by it in float32:
-    they are those of the loss, but what float16 would lose is there (by parameters in
-    float16 too, whose gradients then come in float32: see `master_weights`). Where one
-    element on one rank is not finite, no rank makes the step, and all take a smaller
-    scale; after ``interval`` good steps in a row all take a larger one.
+    The backward pass starts from the scale, and the gradients are divided by it in
+    float32. So they are those of the loss, without what float16 would lose. (Gradients
+    of float16 parameters come in float32 then: see `master_weights`.) If one element on
+    one rank is not finite, no rank makes the step, and all take a smaller scale. After
+    ``interval`` good steps in a row all take a larger one.
 
-    Gradients that a step takes by itself, without ``optimizer(grad_fn)``, are not
-    scaled, and are right as they are; a step with infinite ones is skipped too.
+    Gradients that a step computes by itself, without ``optimizer(grad_fn)``, are not
+    scaled, and are right as they are. A step with infinite ones is skipped too.
 
     Args:
         optimizer: what makes the steps. Clipping sees the gradients of the loss, in
@@ -464,15 +464,15 @@ def layerwise_loss_scale(
     minimum: float = 1e-4,
     maximum: float = torch.finfo(torch.float32).max,
 ) -> Optimizer:
-    """``optimizer`` whose train step scales the backward of each unit by itself.
+    """Scales the backward of each unit by itself in ``optimizer``'s train step.
 
-    Where one scale for all layers (`loss_scale`) is too large for some and too small
-    for others. With s a unit's scale, its backward is given s times the cotangent of
-    what it returned, and what comes out, for inputs and for parameters, is divided by
-    s: between units all is as it was, and gradients are those of the loss. Where one
-    element on one rank is not finite, no rank makes the step. Then the units take a
-    smaller scale that were given finite cotangents and made infinite ones, and none
-    that were only given them; all, where the loss itself was not finite.
+    For models where one scale for all layers (`loss_scale`) is too large for some and
+    too small for others. With s a unit's scale, its backward gets s times the cotangent
+    of what it returned, and the cotangents of its inputs and parameters are divided by
+    s. So between units nothing changes, and gradients are those of the loss. If one
+    element on one rank is not finite, no rank makes the step. The units that got finite
+    cotangents and made infinite ones then take a smaller scale; those that only got
+    infinite ones do not. If the loss itself was not finite, all units do.
 
     What is divided must bear it: what enters a unit and what leaves it is float32 or
     wider. Compute in float16 by ``torch.autocast`` in the loss, under

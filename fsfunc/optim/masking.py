@@ -35,11 +35,12 @@ Labels = Callable[[str, Leaf], str | None]  # (path, leaf) -> which optimizer, i
 
 @optimizer_factory
 def masked(optimizer: Optimizer, mask: Mask) -> Optimizer:
-    """The optimizer that trains the leaves where ``mask(path, leaf)``, and no others.
+    """Trains the leaves where ``mask(path, leaf)`` by ``optimizer``, and no others.
 
-    The others are frozen: None for an update, no moments, and no part in what
-    ``optimizer`` reduces over the tree, such as a global norm. For two optimizers over
-    one tree take `partition`: a chain of two of these would train nothing, and raises.
+    The other leaves are frozen: their update is None, they have no moments, and take no
+    part in what ``optimizer`` reduces over the tree, such as a global norm. For two
+    optimizers over one tree use `partition`: a chain of two of these would train
+    nothing, and raises.
 
     Returns:
         the optimizer; its state is ``{"trained": state of optimizer}``.
@@ -65,7 +66,7 @@ def masked(optimizer: Optimizer, mask: Mask) -> Optimizer:
 
 @optimizer_factory
 def partition(optimizers: Mapping[str, Optimizer], labels: Labels) -> Optimizer:
-    """The optimizer that gives each leaf to the one that its label names.
+    """Trains each leaf by the optimizer that its label names.
 
     Args:
         optimizers: by label.

@@ -148,29 +148,29 @@ class _Functions(NamedTuple):
 
 
 class Optimizer(_Functions):
-    """The functions of an optimizer; called on a gradient function, a train step.
+    """An optimizer: its functions. Called on a gradient function it makes a train step.
 
     Args:
-        init: ``init(params) -> state``, a pytree of tensors and numbers. Of parameters
-            that are laid out, its plain leaves are one value on all ranks.
+        init: ``init(params) -> state``, a pytree of tensors and numbers. If parameters
+            have layouts, its plain leaves are one value on all ranks.
         update: ``update(grads, state, params=None) -> (updates, state)``: pure, made of
-            operations that differentiate; updates are added to the parameters, and None
-            stands for none. So it does in ``grads``, for what is no floating tensor or
-            was not reached: `ff.tree.map` hands it to your function.
+            operations that differentiate. Updates are added to the parameters; None is
+            no update. A gradient is None for a leaf that is no floating tensor, or that
+            the loss does not use: `ff.tree.map` passes it to your function.
         apply: ``apply(grads, state, params) -> (params, state)``: the same as update
-            and addition, which may be left out. As a generator function it has two
-            phases: all checks, norms and collectives come before its ``yield``, and
-            behind it it only writes; so several optimizers can share a step that,
-            failing, leaves the state as it was. It may write into tensors of ``params``
-            and ``state`` of which ``frame().donated`` says so (`Donation.may_write`),
-            and then tells it which leaves it took; never into ``grads``.
-        interprets: ``interprets(state) -> Reading``: inside which interpretations a
-            train step takes its gradients, where the optimizer has a say in that.
-        elementwise: your word that `update` treats each element by itself, so that a
-            step of some leaves, or of parts of them, is that part of the step:
-            `step_in_backward` asks for it.
+            and addition. It may be left out. As a generator function it has two phases:
+            all checks, norms and collectives come before its ``yield``, and after it it
+            only writes. So several optimizers can share a step, and a step that fails
+            leaves the state as it was. It may write into tensors of ``params`` and
+            ``state`` if ``frame().donated`` allows it (`Donation.may_write`), and then
+            tells that which leaves it took (`Donation.take`); never into ``grads``.
+        interprets: ``interprets(state) -> GradientScope``: the interpretations that a
+            train step computes its gradients in, if the optimizer needs some.
+        elementwise: whether `update` treats each element by itself, so that a step of
+            some leaves, or of parts of them, is that part of the whole step.
+            `step_in_backward` requires it, and takes your word for it.
         configuration: by name, what tells it from others of its kind. Ranks compare
-            it, and its repr shows it; without it, the names of its functions alone.
+            it, and its repr shows it. By default the names of its functions.
 
     >>> import torch
     >>> halve = Optimizer(
@@ -273,7 +273,7 @@ class Optimizer(_Functions):
         self, grad_fn: Callable[Concatenate[_Params, _P], tuple[Any, _Params]]
     ) -> Callable[Concatenate[_Trained, _P], tuple[_Trained, dict[str, Any]]]: ...
     def __call__(self, grad_fn: Callable[..., tuple[Any, Any]]) -> Callable[..., Any]:
-        """A train step ``step(state, *batch) -> (state, metrics)``.
+        """Makes a train step ``step(state, *batch) -> (state, metrics)``.
 
         Args:
             grad_fn: ``grad_fn(params, *batch) -> (value, grads)``, such as
@@ -282,8 +282,8 @@ class Optimizer(_Functions):
 
         Returns:
             a step over any state with ``.params`` and ``.apply_gradients(grads,
-            optimizer)``, and ``.opt_state`` where the optimizer ``interprets``. Its
-            metrics are ``{"loss": value}``, and ``"aux"`` if any.
+            optimizer)``, and ``.opt_state`` if the optimizer ``interprets``. Its
+            metrics are ``{"loss": value}``, and ``"aux"`` if there is any.
 
         >>> import torch
         >>> from types import SimpleNamespace
@@ -298,9 +298,9 @@ class Optimizer(_Functions):
         """
         check_function(grad_fn, "an optimizer")
 
-        def train_step(state: Any, *batch: Any, **named: Any) -> tuple[Any, dict]:
+        def train_step(state: Any, *batch: Any, **keywords: Any) -> tuple[Any, dict]:
             claim_equal(self, "the optimizer that makes the step")
-            run = partial(grad_fn, state.params, *batch, **named)
+            run = partial(grad_fn, state.params, *batch, **keywords)
             handlers, optimizer = self.gradient_scope(
                 getattr(state, "opt_state", None), state.params
             )
@@ -388,7 +388,7 @@ def begin_step(phases: Phases) -> Phases:
 
 
 def _ended_phases(step: Step) -> Phases:
-    """A generator that ends at once with ``step``."""
+    """Makes a generator that ends at once with ``step``."""
     return step
     yield  # which makes this function a generator
 
@@ -445,7 +445,7 @@ def _phases_of_writer(apply: Apply) -> Apply:
 
 
 def apply_updates(params: Tree, updates: Tree) -> Tree:
-    """``params + updates``, in the dtypes of ``params``.
+    """Returns ``params + updates``, in the dtypes of ``params``.
 
     Args:
         params: any tree; what is no floating tensor stays as it is.

@@ -207,8 +207,8 @@ def state_memory_like(
     if store is None:
         make = torch.zeros_like if zeros else torch.empty_like
         return make(x, dtype=dtype, device=device, requires_grad=False)
-    room = store.empty(x.numel(), dtype or x.dtype, device).view(x.shape)
-    return room.zero_() if zeros else room
+    memory = store.empty(x.numel(), dtype or x.dtype, device).view(x.shape)
+    return memory.zero_() if zeros else memory
 
 
 def state_zeros(

@@ -58,14 +58,14 @@ Spread = tuple[str, ...] | None  # the axes of a sharded leaf; None: a plain ten
 
 
 def tree_sum(values: Tree) -> Tensor:
-    """The sum of all elements of floating and complex leaves, equal on every rank.
+    """Returns the sum of all elements of floating and complex leaves, on every rank.
 
     Args:
         values: a tree of tensors and shards of any shapes; other leaves count nothing.
 
     Returns:
-        0-dim, accumulated in float32, or in float64 where a leaf is; 0 for no leaves.
-        Under ``shard`` it is a rank's own value that happens to agree.
+        a 0-dim tensor, accumulated in float32, or in float64 if a leaf is float64; 0
+        without leaves. Under ``shard`` it is each rank's own value, and all are equal.
 
     Transpose: of parts, the mean over the ranks of the cotangents, on every element.
 
@@ -85,11 +85,11 @@ def tree_sum(values: Tree) -> Tensor:
 
 
 def tree_scale(values: Tree, factor: float | Tensor) -> Tree:
-    """``values`` with every leaf that has a derivative multiplied by ``factor``.
+    """Multiplies every leaf that has a derivative by ``factor``.
 
-    As ``tree.map(lambda x: x * factor, values)``, also where the factor is
-    differentiated: a learned rate, a loss, a norm. Of shards each rank sees its parts
-    alone, and a plain product would give the factor the gradient of these.
+    As ``tree.map(lambda x: x * factor, values)``, but right also if the factor is
+    differentiated: a learned rate, a loss, a norm. A rank holds only its parts of
+    sharded leaves, and a plain product would give the factor the gradient of these.
 
     Args:
         values: a tree of tensors and shards; other leaves stay what they are.
@@ -272,11 +272,11 @@ Row = tuple[Spread, list[Tensor]]  # leaves' parts of one buffer, spread over th
 
 
 def global_norm(values: Tree, p: float = 2.0) -> Tensor:
-    """The p-norm of all elements of the leaves, equal on every rank.
+    """Returns the p-norm of all elements of the leaves, equal on every rank.
 
-    ``(sum |x|^p)^(1/p)``, or ``max |x|`` where p is infinite, of floating and complex
-    numbers. The derivative of the
-    norm of zeros is 0; the infinite norm of shards has none.
+    ``(sum |x|^p)^(1/p)``, or ``max |x|`` for an infinite p, of floating and complex
+    numbers. The derivative of the norm of zeros is 0; the infinite norm of shards has
+    no derivative.
 
     Args:
         values: a tree of tensors and shards of any shapes; other leaves count nothing.
@@ -307,8 +307,8 @@ def global_norm(values: Tree, p: float = 2.0) -> Tensor:
         # transpose of the psum.
         if may_be_differentiated(tensors):
             norms += [_norm_of_none(t, dtype) for t in tensors if not t.numel()]
-        where = first_device([(axes, tensors)])
-        local_norms.append((axes, combine(norms, norm_of, where, dtype)))
+        group_device = first_device([(axes, tensors)])
+        local_norms.append((axes, combine(norms, norm_of, group_device, dtype)))
     device = first_device(groups)
     if math.isinf(p):
         maxima = [max_over_parts(norm, axes) for axes, norm in local_norms]
@@ -321,10 +321,10 @@ def global_norm(values: Tree, p: float = 2.0) -> Tensor:
 
 
 def all_finite(values: Tree) -> Tensor:
-    """True if all elements with a derivative are finite, equal on every rank.
+    """Returns whether all elements with a derivative are finite, equal on every rank.
 
-    Under a transform over axes of a mesh every rank of the mesh is asked, whatever it
-    holds: so a step is skipped everywhere or nowhere.
+    Under a transform over axes of a mesh all ranks of the mesh are asked, whatever they
+    hold: so a step is skipped everywhere or nowhere.
 
     Args:
         values: a tree of tensors and shards of any shapes; other leaves count nothing.
@@ -345,11 +345,11 @@ def all_finite(values: Tree) -> Tensor:
     device = first_device(groups)
     bad = combine(norms, lambda x: ~x.isfinite().all(), device, torch.bool)
     axes = {a for spread, _ in groups for a in spread or ()}
-    here = frame().here
+    this_rank = frame().here
     # Under a transform over axes all ranks of the mesh skip a step or none does, also
     # ranks that hold other leaves, as stages of a pipeline.
-    if here is not None and any(getattr(h, "axes", ()) for h in frame().handlers):
-        axes = set(here.mesh.axes)
+    if this_rank is not None and any(getattr(h, "axes", ()) for h in frame().handlers):
+        axes = set(this_rank.mesh.axes)
     if axes:
         local_bad = declare_type(
             bad.float(), "V"
@@ -372,7 +372,7 @@ def read_flag(flag: Tensor) -> bool:
 
 
 def leaf_norms(values: Tree, p: float = 2.0) -> Tree:
-    """The p-norm of each such leaf, as `global_norm` is of all, on every rank.
+    """Returns the p-norm of each leaf, where `global_norm` returns that of all leaves.
 
     Args:
         values: a tree of tensors and shards of any shapes.

@@ -62,7 +62,7 @@ def rate_at(learning_rate: float | Schedule, count: int | Tensor) -> Any:
 
 
 def constant(value: float) -> Schedule:
-    """The schedule that is always ``value``.
+    """Returns the schedule that is always ``value``.
 
     >>> constant(0.1)(1000)
     0.1
@@ -71,7 +71,7 @@ def constant(value: float) -> Schedule:
 
 
 def linear(start: float, end: float, steps: int) -> Schedule:
-    """The schedule on a straight line from ``start`` to ``end``, then ``end``.
+    """Returns the schedule on a straight line from ``start`` to ``end``, then ``end``.
 
     ``start + (end - start) min(count / steps, 1)``; ``torch.optim.lr_scheduler.
     LinearLR`` with the factors ``start / rate`` and ``end / rate``.
@@ -87,7 +87,7 @@ def linear(start: float, end: float, steps: int) -> Schedule:
 
 
 def cosine_decay(start: float, steps: int, end: float = 0.0) -> Schedule:
-    """The schedule on half a cosine from ``start`` down to ``end``, then ``end``.
+    """Returns the schedule on half a cosine from ``start`` down to ``end``, then that.
 
     ``end + (start - end) (1 + cos(pi min(count / steps, 1))) / 2``; through ``steps``
     it is ``torch.optim.lr_scheduler.CosineAnnealingLR(T_max=steps, eta_min=end)``,
@@ -119,7 +119,7 @@ def warmup_cosine(
     start: float = 0.0,
     end: float = 0.0,
 ) -> Schedule:
-    """The schedule that rises to ``peak`` linearly and falls to ``end`` by a cosine.
+    """Returns the schedule that rises linearly to ``peak``, then falls by a cosine.
 
     Args:
         peak: the rate at ``warmup_steps``.
@@ -146,7 +146,7 @@ def warmup_cosine(
 
 
 def join(schedules: Sequence[Schedule], boundaries: Sequence[int]) -> Schedule:
-    """The schedule that follows each of ``schedules`` in turn, each counting from 0.
+    """Returns the schedule that follows others in turn, each counting from 0.
 
     Args:
         schedules: at least one.
@@ -289,7 +289,7 @@ def ask_schedules_and_masks(params: Tree) -> Ask:
     >>> from fsfunc.comm.descriptions import describe_lines
     >>> from fsfunc.optim.transformations import scale
     >>> halving = scale(1.0).described_as("sgd", {"learning_rate": lambda n: 0.5**n})
-    >>> describe_lines("sgd", halving, answers(torch.ones(2)))[2:4]
+    >>> describe_lines("sgd", halving, ask_schedules_and_masks(torch.ones(2)))[2:4]
     [('sgd/learning_rate at count 0', '1.0'), ('sgd/learning_rate at count 1', '0.5')]
     """
     paths, leaves, _ = tree.flatten_with_paths(params, is_leaf=is_sharded)

@@ -34,12 +34,13 @@ from fsfunc.optim.schedules import check_params_given
 
 @optimizer_factory
 def chain(*transforms: Optimizer) -> Optimizer:
-    """The optimizer that passes gradients through each of ``transforms`` in order.
+    """Passes gradients through each of ``transforms`` in order, as one optimizer.
 
-    Its state is the tuple of theirs. ``apply`` is the ``update`` of all but the last,
-    which write nothing, and the ``apply`` of the last.
+    Its state is the tuple of theirs. Its ``apply`` is the ``update`` of all but the
+    last, which write nothing, and the ``apply`` of the last.
 
-    Each takes gradients in its own way, the first one outermost.
+    If some of them change how gradients are computed, all do so, the first one
+    outermost.
 
     Raises:
         ValueError: nothing to chain; by ``init``, one before the last that keeps
@@ -112,7 +113,7 @@ def _chain(transforms: Sequence[Optimizer]) -> Optimizer:
 
 @optimizer_factory
 def scale(factor: float) -> Optimizer:
-    """The transformation that multiplies gradients by ``factor``.
+    """Multiplies gradients by ``factor``.
 
     >>> import torch
     >>> scale(-0.5).update({"w": torch.ones(2)}, ())[0]
@@ -127,12 +128,12 @@ def scale(factor: float) -> Optimizer:
 
 @optimizer_factory
 def add_decayed_weights(weight_decay: float, mask: Mask | None = None) -> Optimizer:
-    """The transformation ``g + weight_decay * p``.
+    """Adds ``weight_decay`` times the parameters to gradients: ``g + weight_decay p``.
 
     Args:
         weight_decay: not negative.
-        mask: ``mask(path, leaf)`` says which leaves decay; the shape of a sharded leaf
-            is its global one. All do without it.
+        mask: ``mask(path, leaf)`` returns whether a leaf decays; the shape of a sharded
+            leaf is its global one. By default all decay.
 
     Raises:
         ValueError: a negative ``weight_decay``, or an update without ``params``.
@@ -158,7 +159,7 @@ def add_decayed_weights(weight_decay: float, mask: Mask | None = None) -> Optimi
 def clip_by_global_norm(
     max_norm: float, eps: float = 1e-6, *, p: float = 2.0
 ) -> Optimizer:
-    """The transformation that scales gradients down to a global norm of ``max_norm``.
+    """Scales gradients down to a global norm of at most ``max_norm``.
 
     ``g min(max_norm / (global_norm(grads) + eps), 1)``, as
     ``torch.nn.utils.clip_grad_norm_`` does it, exact on sharded gradients.
@@ -191,7 +192,7 @@ def clip_by_global_norm(
 
 @optimizer_factory
 def clip_by_value(max_value: float) -> Optimizer:
-    """The transformation that clips each element of gradients by itself.
+    """Clips each element of gradients by itself.
 
     ``min(max(g, -max_value), max_value)``, as ``torch.nn.utils.clip_grad_value_`` does
     it: so NaN stays NaN.

@@ -141,12 +141,12 @@ class WidenedOptimizer:
         is_differentiated = any([Matched.of(*pair).differentiated for pair in pairs])
         del pairs
         if returns_params and not is_differentiated:
-            within = frame().replace(donated=self.donation(narrow.only(wide)))
+            inner_frame = frame().replace(donated=self.donation(narrow.only(wide)))
             # No ``with`` is open at the ``yield``: others run their phases there.
-            with inside(within):
+            with inside(inner_frame):
                 step = begin_step(self.optimizer.phases(grads, state.inner, wide, True))
             yield
-            with inside(within):
+            with inside(inner_frame):
                 new_wide, inner = finish_step(step)
             copies = narrow.only(new_wide)
             matched = Matched.of(narrow_params, self.round(state, copies))
@@ -191,12 +191,12 @@ class MasterState(NamedTuple):
 
 @optimizer_factory
 def master_weights(optimizer: Optimizer) -> Optimizer:
-    """``optimizer`` on float32 copies of float16 and bfloat16 parameters.
+    """Runs ``optimizer`` on float32 copies of float16 and bfloat16 parameters.
 
-    The copies lie in its state, as the parameters lie, and it alone updates them; the
-    parameters are these, rounded to the nearest. Leaves of other dtypes it updates as
-    they are. What else is written into the parameters of 16 bits the next step undoes:
-    it belongs into the copies too.
+    The copies lie in its state, laid out as the parameters. The optimizer updates the
+    copies alone; the parameters are the copies, rounded to the nearest. Leaves of other
+    dtypes are updated as they are. Whatever else is written into parameters of 16 bits
+    must be written into the copies too: the next step overwrites the parameters.
 
     Returns:
         the optimizer; its state is a `MasterState`. Gradients are of the parameters'
@@ -253,13 +253,13 @@ class RoundingState(NamedTuple):
 
 @optimizer_factory
 def stochastic_rounding(optimizer: Optimizer, *, seed: int = 0) -> Optimizer:
-    """``optimizer`` on bfloat16 parameters, which are rounded stochastically.
+    """Runs ``optimizer`` on bfloat16 parameters, rounding them stochastically.
 
-    A parameter becomes one of its two neighbours in bfloat16, the nearer one the more
-    likely, so that in the mean it is what float32 would hold, and no copy is kept. What
-    is drawn follows from ``seed``, the count of updates and the place of an element in
-    its leaf: ranks that hold the same element round it alike, whatever the mesh, and a
-    resumed run goes on with the same bits.
+    A new parameter becomes one of its two neighbours in bfloat16, the nearer one with
+    the larger probability. So in the mean it is what float32 would hold, and no copy is
+    stored. The random bits follow from ``seed``, the count of updates and the place of
+    an element in its leaf: ranks that hold the same element round it alike, whatever
+    the mesh, and a resumed run goes on with the same bits.
 
     Args:
         optimizer: sees parameters in float32; so its moments are float32, unless it has
@@ -273,7 +273,7 @@ def stochastic_rounding(optimizer: Optimizer, *, seed: int = 0) -> Optimizer:
         TypeError: a float16 leaf: what `master_weights` is for.
         RuntimeError: an update that is differentiated: a draw has no derivative.
 
-    Cost: nothing is sent. Nothing is kept; for the time of an update 4 bytes a
+    Cost: nothing is sent or stored; for the time of an update 4 bytes a
     parameter on the rank for the wide ones, and 2 for the rounded; 16 random bits an
     element, of which whole blocks of 131072 elements of a leaf are drawn.
 

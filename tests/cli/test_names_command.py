@@ -9,20 +9,30 @@ import pytest
 
 import fsfunc as ff
 from fsfunc.cli import main
-from fsfunc.cli.names_command import EXAMPLES, ROOMS, WORDS, public, sentence
+from fsfunc.cli.names_command import (
+    EXAMPLES,
+    ROOMS,
+    WORDS,
+    first_sentence,
+    public_objects,
+)
 from tests.programs import ROOT
 
 
 def test_the_index_has_every_public_name():
     """``help(fsfunc)`` has each, or its room; ``python -m fsfunc names`` a sentence."""
     listed = set(ff.__doc__.split())
-    assert {name.partition(".")[0] for name in public()} - listed == set()
-    assert [name for name, thing in public().items() if not sentence(name, thing)] == []
+    assert {name.partition(".")[0] for name in public_objects()} - listed == set()
+    assert [
+        name
+        for name, thing in public_objects().items()
+        if not first_sentence(name, thing)
+    ] == []
 
 
 def test_the_command_prints_names_and_finds_words(capsys):
     assert main(["names"]) == 0
-    assert capsys.readouterr().out.count("\n") == len(public())
+    assert capsys.readouterr().out.count("\n") == len(public_objects())
     assert main(["names", "zero stage 9"]) == 2
     assert main(["names", "gradint", "acumulation"]) == 2
     said = capsys.readouterr().err
@@ -62,7 +72,7 @@ def test_an_example_is_found_where_no_name_says_it_all(words, file, capsys):
 
 
 def test_words_are_said_of_names_that_are_there():
-    assert WORDS.keys() <= public().keys()
+    assert WORDS.keys() <= public_objects().keys()
     assert all((ROOT / "examples" / file).exists() for file in EXAMPLES)
 
 

@@ -99,7 +99,7 @@ def by_torch(shapes, steps=2, learning_rate=0.05, **how):
 
 def moved(leaves, copies, itemsize):
     """The bytes of a step that all ranks send: to owners, and back to all."""
-    exchange = MatrixExchange(leaves, newton_schulz_flops, "muon", share=True)
+    exchange = MatrixExchange(leaves, newton_schulz_flops, "muon", share_copies=True)
     total = 0
     for i, leaf in enumerate(leaves):
         layout, owner = leaf.layout, exchange.owner(i)

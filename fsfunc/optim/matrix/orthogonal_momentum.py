@@ -1,4 +1,9 @@
-"""Muon: orthogonalised momentum, each matrix on one rank."""
+"""Muon: orthogonalised momentum, each matrix on one rank.
+
+The momentum lies in parts, as the parameters do. In each step it goes to the owners of
+the matrices, is orthogonalised there by `newton_schulz`, and comes back in parts as the
+direction of the step: see `matrix_exchange`.
+"""
 
 from __future__ import annotations
 
@@ -34,8 +39,10 @@ from fsfunc.optim.optimizer import (
 )
 from fsfunc.optim.places import bring_together
 from fsfunc.optim.schedules import Schedule
+from fsfunc.tree.types import PyTree
 
-Scratch = dict[Any, tuple[Tensor, Tensor, Tensor]]
+# By shape, dtype and device: memory for X X', the polynomial of it, and a spare X.
+Scratch = dict[tuple[Any, ...], tuple[Tensor, Tensor, Tensor]]
 
 
 def newton_schulz(
@@ -43,9 +50,11 @@ def newton_schulz(
     coefficients: tuple[float, float, float],
     steps: int,
     eps: float,
-    room: Scratch | None = None,
+    scratch: Scratch | None = None,
 ) -> Tensor:
-    """``U f(S) V'`` for a matrix ``U S V'``, with f near 1: all directions alike.
+    """Returns ``U f(S) V'`` for a matrix ``U S V'``, with f near 1.
+
+    All singular values become about equal: the matrix is nearly orthogonal.
 
     X = X / max(norm, eps), and then ``steps`` times, of a wide X::
 
@@ -56,10 +65,10 @@ def newton_schulz(
         coefficients: (a, b, c), by which the small singular values grow.
         steps: how often.
         eps: the least norm by which it is divided.
-        room: memory for reuse between matrices, where nothing is differentiated.
+        scratch: memory for reuse between matrices, if nothing is differentiated.
 
     Cost: see `newton_schulz_flops`; in memory, besides the result, a matrix of its size
-    and two of [m, m], m the shorter dim: once for each shape with ``room``.
+    and two of [m, m], m the shorter dim: once for each shape with ``scratch``.
 
     Source: Jordan et al., Muon: an optimizer for hidden layers in neural networks.
 
@@ -68,32 +77,33 @@ def newton_schulz(
     True
     """
     a, b, c = coefficients
-    tall = matrix.shape[0] > matrix.shape[1]
-    x = matrix.T if tall else matrix
+    is_tall = matrix.shape[0] > matrix.shape[1]
+    x = matrix.T if is_tall else matrix
     x = x / x.norm().clamp(min=eps)
-    if room is None:
+    if scratch is None:
         for _ in range(steps):
             gram = x @ x.T
             update = torch.addmm(gram, gram, gram, beta=b, alpha=c)
             x = torch.addmm(x, update, x, beta=a)
-        return x.T if tall else x
+        return x.T if is_tall else x
     key = *x.shape, x.dtype, x.device
-    if key not in room:
+    if key not in scratch:
         m = x.shape[0]
-        room[key] = x.new_empty(m, m), x.new_empty(m, m), x.new_empty(x.shape)
-    gram, update, spare = room[key]
-    # Rows in a row, as they are without room: other strides would give other bits.
+        scratch[key] = x.new_empty(m, m), x.new_empty(m, m), x.new_empty(x.shape)
+    gram, update, spare = scratch[key]
+    # Contiguous, as without scratch: other strides would give other bits.
     result = x.new_empty(x.shape)
-    for left in reversed(range(steps)):
-        out = spare if left % 2 else result
+    # To and fro between two buffers, so that the last step writes into the result.
+    for remaining in reversed(range(steps)):
+        out = spare if remaining % 2 else result
         torch.mm(x, x.T, out=gram)
         torch.addmm(gram, gram, gram, beta=b, alpha=c, out=update)
         x = torch.addmm(x, update, x, beta=a, out=out)
-    return x.T if tall else x
+    return x.T if is_tall else x
 
 
 def newton_schulz_flops(shape: Sequence[int]) -> float:
-    """Multiplications and additions of one step for a matrix of this shape.
+    """Counts the multiplications and additions of one step for a matrix of this shape.
 
     >>> newton_schulz_flops((2, 3)) == 2 * (2 * 2 * 3) + 2 * 2**3 + 2 * (2 * 2 * 3)
     True
@@ -106,7 +116,7 @@ class MuonState(NamedTuple):
     """The count of updates, and the momentum, laid out as the parameters are."""
 
     count: int | Tensor
-    momentum: Any
+    momentum: PyTree
 
 
 @optimizer_factory
@@ -123,7 +133,7 @@ def muon(
     ns_dtype: torch.dtype = torch.bfloat16,
     mask: Mask | None = None,
 ) -> Optimizer:
-    """Muon as ``torch.optim.Muon`` has it, each matrix made orthogonal by one rank.
+    """Makes Muon as ``torch.optim.Muon`` has it, each matrix computed by one rank.
 
     With g the gradient, l the learning rate and O `newton_schulz`::
 
@@ -140,15 +150,15 @@ def muon(
     ``replicate``) they share likewise: no matrix is done twice.
 
     Args:
-        learning_rate: a number, or ``schedule(count)`` giving one; see `schedules`.
-        weight_decay: times the learning rate, what a leaf loses of itself.
+        learning_rate: a number, or a function of the count; see `schedules`.
+        weight_decay: the share of itself that a leaf loses, times the learning rate.
         momentum: in [0, 1].
         nesterov: look ahead along the momentum.
         ns_coefficients, ns_steps, eps: of `newton_schulz`.
         adjust_lr_fn: how the rate depends on the shape: "original" (None is that too)
             or "match_rms_adamw".
         ns_dtype: of what is sent, and of the iterations: bfloat16, as torch has it.
-        mask: ``mask(path, leaf)`` says which leaves decay; all do without it.
+        mask: ``mask(path, leaf)`` returns whether a leaf decays; by default all do.
 
     Returns:
         the optimizer; its state is a `MuonState`. All leaves with a gradient must be
@@ -199,6 +209,7 @@ def _original_ratio(rows: int, columns: int) -> float:
     return math.sqrt(max(1, rows / columns))
 
 
+# By ``adjust_lr_fn``: the factor of the learning rate for a matrix of this shape.
 _RATE_FACTORS: dict[str | None, Callable[[int, int], float]] = {
     None: _original_ratio,
     "original": _original_ratio,
@@ -208,13 +219,19 @@ _RATE_FACTORS: dict[str | None, Callable[[int, int], float]] = {
 
 @dataclass(frozen=True, eq=False)
 class _MuonFunctions:
-    """The functions of such an optimizer."""
+    """The ``init`` and ``phases`` of a `muon`.
+
+    Args:
+        rule: the step along the directions.
+        orthogonalize: ``orthogonalize(matrix, scratch=)``.
+        rate_factor: of a matrix with so many rows and columns.
+    """
 
     rule: ElementRule
     momentum: float
     nesterov: bool
-    orthogonal: Callable[..., Tensor]
-    ratio: Callable[[int, int], float]
+    orthogonalize: Callable[..., Tensor]
+    rate_factor: Callable[[int, int], float]
     ns_dtype: torch.dtype
 
     def init(self, params: Tree) -> MuonState:
@@ -228,44 +245,52 @@ class _MuonFunctions:
             raise wrong_state_error("muon", state, MuonState)
         like = grads if params is None else params
         matched = match_matrices("muon", like, grads, state.momentum)
-        ways, before = self._ways(matched), DescentState(state.count, None)
-        move = PLAIN_CODEC.phases(self.rule, ways, before, params, returns_params)
-        next(move)
+        # All that is sent or multiplied comes before the ``yield``. It reads the
+        # momentum, which is written over after it.
+        directions = self._directions(matched)
+        descent_state = DescentState(state.count, None)
+        descent = PLAIN_CODEC.phases(
+            self.rule, directions, descent_state, params, returns_params
+        )
+        next(descent)
         momenta, weight = Matched.of(state.momentum, grads), 1 - self.momentum
         yield
         if returns_params and not matched.differentiated:
             (v,) = run_kernel(momenta, partial(torch._foreach_lerp_, weight=weight))
         else:
             v = momenta.map_params(lambda v, g: v.lerp(g.to(v.dtype), weight))
-        result, _ = finish_step(move)
-        return result, MuonState(state.count + 1, v)
+        new_tree, _ = finish_step(descent)
+        return new_tree, MuonState(state.count + 1, v)
 
-    def _ways(self, matched: Matched) -> Tree:
-        """The direction of each parameter; of a graph if one is asked for."""
+    def _directions(self, matched: Matched) -> Tree:
+        """Returns the orthogonalised direction of each parameter, with its factor."""
         leaves, differentiated = matched.columns[0], matched.differentiated
-        graph = differentiated and torch.is_grad_enabled()
-        with internal(), torch.set_grad_enabled(graph):
+        needs_graph = differentiated and torch.is_grad_enabled()
+        with internal(), torch.set_grad_enabled(needs_graph):
             exchange = MatrixExchange(
-                leaves, newton_schulz_flops, "muon", share=not differentiated
+                leaves, newton_schulz_flops, "muon", share_copies=not differentiated
             )
             parts = [
                 local_tensor(x)
-                for x in matched.buffers[1].rebuild(self._ahead(matched))
+                for x in matched.buffers[1].rebuild(self._inputs(matched))
             ]
-            ratios = [self.ratio(*x.shape) if x.numel() else 1.0 for x in leaves]
-            room = None if differentiated else {}
-            fn = partial(self.orthogonal, room=room)
-            each = lambda found: {i: fn(x) for i, x in found.items()}  # noqa: E731
-            return map_matrices(matched, exchange, parts, each, ratios)
+            factors = [self.rate_factor(*x.shape) if x.numel() else 1.0 for x in leaves]
+            scratch: Scratch | None = None if differentiated else {}
+            orthogonalize = partial(self.orthogonalize, scratch=scratch)
 
-    def _ahead(self, matched: Matched) -> list[Tensor]:
-        """The matrices to orthogonalise: the momentum, or Nesterov's step; flat."""
+            def orthogonalize_all(matrices: dict[int, Tensor]) -> dict[int, Tensor]:
+                return {i: orthogonalize(x) for i, x in matrices.items()}
+
+            return map_matrices(matched, exchange, parts, orthogonalize_all, factors)
+
+    def _inputs(self, matched: Matched) -> list[Tensor]:
+        """Returns what is orthogonalised: the new momentum, or Nesterov's; flat."""
         _, grads, momenta = (b.tensors for b in matched.buffers)
-        out = []
+        inputs = []
         for g, v in zip(grads, momenta, strict=True):
             g, v = bring_together([g, v])
             g = g.to(v.dtype)
             u = v.lerp(g, 1 - self.momentum)
             u = g.lerp(u, self.momentum) if self.nesterov else u
-            out.append(u.to(self.ns_dtype))
-        return out
+            inputs.append(u.to(self.ns_dtype))  # cast before it is sent: fewer bytes
+        return inputs

@@ -1,10 +1,15 @@
-"""Shampoo: covariances of gradients, their roots, and the step."""
+"""Shampoo: covariances of gradients, their roots, and the step.
+
+Each matrix has two covariances for each of its blocks, of rows and of columns. They lie
+whole on the matrix's owner, and nowhere else: gradients go there, and directions come
+back: see `matrix_exchange`.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -35,17 +40,20 @@ from fsfunc.optim.places import device_with, readable_on, return_beside
 from fsfunc.optim.schedules import Schedule
 from fsfunc.sharded.layout import Layout
 from fsfunc.sharded.leaf import Sharded, is_sharded
+from fsfunc.tree.types import Leaf, PyTree
 
 
 def inverse_root(matrix: Tensor, eps: float, power: float = -0.25) -> Tensor:
-    """A positive definite matrix to a power, its eigenvalues at least ``eps``.
+    """Returns a positive definite matrix to a power, its eigenvalues at least ``eps``.
 
-    In float64; not a number all over, where an element is not finite.
+    Computed in float64. NaN everywhere if an element is not finite.
 
     >>> inverse_root(torch.diag(torch.tensor([16.0, 0.0])), eps=1e-4)
     tensor([[ 0.5000,  0.0000],
             [ 0.0000, 10.0000]])
     """
+    # `eigh` raises for a matrix with a NaN: it is given another one, without a branch
+    # that would wait for the device.
     finite = matrix.isfinite().all()
     wide = torch.where(finite, matrix.double(), 1.0)
     values, vectors = torch.linalg.eigh(wide)
@@ -54,16 +62,17 @@ def inverse_root(matrix: Tensor, eps: float, power: float = -0.25) -> Tensor:
 
 
 class Preconditioners(NamedTuple):
-    """Of one matrix, by block: both covariances, and their roots of power -1/4.
+    """Of one matrix, by block: both covariances, and their powers of -1/4.
 
-    Blocks lie row by row; of rows r and columns c ``left`` is [r, r], ``right`` [c, c].
-    Under a ``shard`` they are whole on the matrix's owner, and nowhere else.
+    Blocks are numbered row by row. For a block of r rows and c columns ``left`` is
+    [r, r] and ``right`` [c, c]. Under a ``shard`` they are whole on the matrix's owner,
+    and nowhere else.
     """
 
-    left: tuple[Any, ...]
-    right: tuple[Any, ...]
-    left_root: tuple[Any, ...]
-    right_root: tuple[Any, ...]
+    left: tuple[Leaf, ...]
+    right: tuple[Leaf, ...]
+    left_root: tuple[Leaf, ...]
+    right_root: tuple[Leaf, ...]
 
 
 @dataclass(frozen=True)
@@ -82,7 +91,7 @@ class _MatrixCost:
 
 
 def _blocks(shape: tuple[int, ...], block: int) -> Iterator[tuple[slice, slice]]:
-    """The rows and columns of each block, row by row."""
+    """Yields the rows and columns of each block, row by row."""
     rows, columns = shape
     for r in range(0, rows, block):
         for c in range(0, columns, block):
@@ -94,7 +103,7 @@ def _blocks(shape: tuple[int, ...], block: int) -> Iterator[tuple[slice, slice]]
 
 @dataclass(frozen=True)
 class PreconditionerRule:
-    """First value and update of preconditioners; the numbers are those of `shampoo`."""
+    """How preconditioners begin and are updated; the numbers are those of `shampoo`."""
 
     b2: float
     eps: float
@@ -105,18 +114,19 @@ class PreconditionerRule:
     def cost(self) -> _MatrixCost:
         return _MatrixCost(self.block, self.interval)
 
-    def first(self, leaf: Any, exchange: MatrixExchange, k: int) -> Preconditioners:
-        """The preconditioners of matrix ``k`` of an exchange, before the first step."""
-        dtype, where = torch.promote_types(leaf.dtype, torch.float32), exchange.owner(k)
+    def first(self, leaf: Leaf, exchange: MatrixExchange, k: int) -> Preconditioners:
+        """Returns those of matrix ``k`` of an exchange, before the first step."""
+        dtype = torch.promote_types(leaf.dtype, torch.float32)
+        owner = exchange.owner(k)
         name = leaf.name if is_sharded(leaf) else ""
 
-        def scaled(n: int, value: float, what: str) -> Any:
-            owns = exchange.owns(k)
-            x = torch.eye(n if owns else 0, dtype=dtype, device=device_with(leaf))
-            if not where:
+        def scaled_identity(n: int, value: float, part: str) -> Sharded | Tensor:
+            is_owner = exchange.owns(k)
+            x = torch.eye(n if is_owner else 0, dtype=dtype, device=device_with(leaf))
+            if not owner:
                 return x.mul_(value)
-            layout = Layout((n, n), dtype, where, f"{name}/{what}")
-            return Sharded(x.mul_(value) if owns else x.view(-1), layout)
+            layout = Layout((n, n), dtype, owner, f"{name}/{part}")
+            return Sharded(x.mul_(value) if is_owner else x.view(-1), layout)
 
         sizes = [
             (rows.stop - rows.start, columns.stop - columns.start)
@@ -124,24 +134,41 @@ class PreconditionerRule:
         ]
         root = self.eps**-0.25
         return Preconditioners(
-            tuple(scaled(r, self.eps, f"left/{b}") for b, (r, _) in enumerate(sizes)),
-            tuple(scaled(c, self.eps, f"right/{b}") for b, (_, c) in enumerate(sizes)),
-            tuple(scaled(r, root, f"left_root/{b}") for b, (r, _) in enumerate(sizes)),
-            tuple(scaled(c, root, f"right_root/{b}") for b, (_, c) in enumerate(sizes)),
+            tuple(
+                scaled_identity(r, self.eps, f"left/{b}")
+                for b, (r, _) in enumerate(sizes)
+            ),
+            tuple(
+                scaled_identity(c, self.eps, f"right/{b}")
+                for b, (_, c) in enumerate(sizes)
+            ),
+            tuple(
+                scaled_identity(r, root, f"left_root/{b}")
+                for b, (r, _) in enumerate(sizes)
+            ),
+            tuple(
+                scaled_identity(c, root, f"right_root/{b}")
+                for b, (_, c) in enumerate(sizes)
+            ),
         )
 
     def step(
         self, g: Tensor, old: Preconditioners, refresh: bool
     ) -> tuple[Tensor, Preconditioners]:
-        """The update of one matrix, on its device, and what is kept of it."""
+        """Returns the update of one matrix, on its device, and its preconditioners.
+
+        Args:
+            g: the gradient, whole.
+            refresh: whether the roots are computed anew.
+        """
         out, new = torch.empty_like(g), []
-        weight = 1.0 if self.b2 == 1 else 1 - self.b2
-        for (rows, columns), kept in zip(
+        weight = 1.0 if self.b2 == 1 else 1 - self.b2  # with 1 they are sums
+        for (rows, columns), old_leaves in zip(
             _blocks(g.shape, self.block), zip(*old, strict=True), strict=True
         ):
-            before = list(map(local_tensor, kept))
-            here = [readable_on(x, g.device) for x in before]
-            left, right, left_root, right_root = here
+            stored = list(map(local_tensor, old_leaves))
+            fetched = [readable_on(x, g.device) for x in stored]
+            left, right, left_root, right_root = fetched
             x = g[rows, columns].to(left.dtype)
             left = torch.addmm(left, x, x.T, beta=self.b2, alpha=weight)
             right = torch.addmm(right, x.T, x, beta=self.b2, alpha=weight)
@@ -149,12 +176,13 @@ class PreconditionerRule:
                 left_root = inverse_root(left, self.eps)
                 right_root = inverse_root(right, self.eps)
             out[rows, columns] = left_root @ x @ right_root
-            made = (left, right, left_root, right_root)
-            made = [
-                old if x is it else return_beside(x, old, outlives_step=True)
-                for old, it, x in zip(before, here, made, strict=True)
+            updated = (left, right, left_root, right_root)
+            # Back to where they are stored; roots that were only read stay there.
+            tensors = [
+                old if x is was else return_beside(x, old, outlives_step=True)
+                for old, was, x in zip(stored, fetched, updated, strict=True)
             ]
-            pairs = zip(kept, made, strict=True)
+            pairs = zip(old_leaves, tensors, strict=True)
             new.append([o.with_local(x) if is_sharded(o) else x for o, x in pairs])
         return out, Preconditioners(*zip(*new, strict=True))
 
@@ -166,8 +194,8 @@ class ShampooState(NamedTuple):
     """
 
     count: int
-    preconditioners: Any
-    momentum: Any
+    preconditioners: PyTree
+    momentum: PyTree
 
 
 @optimizer_factory
@@ -182,7 +210,7 @@ def shampoo(
     weight_decay: float = 0.0,
     mask: Mask | None = None,
 ) -> Optimizer:
-    """Shampoo, the preconditioners of each matrix kept and used by one rank.
+    """Makes Shampoo, the preconditioners of each matrix stored and used by one rank.
 
     With G the gradient of a block of a matrix, l the learning rate; L and R begin as
     eps I::
@@ -197,15 +225,15 @@ def shampoo(
     float32 or wider. Owners are balanced by FLOPs.
 
     Args:
-        learning_rate: a number, or ``schedule(count)`` giving one; see `schedules`.
+        learning_rate: a number, or a function of the count; see `schedules`.
         momentum: not negative; with 0 there is no state for it.
         b2: decay of the covariances, in (0, 1]; with 1 they are sums, as in the paper.
         eps: above 0.
         interval: steps between one taking of the roots and the next; the first step
             takes them.
         block: the most rows and columns of a block; larger matrices are cut into such.
-        weight_decay: times the learning rate, what a leaf loses of itself.
-        mask: ``mask(path, leaf)`` says which leaves decay; all do without it.
+        weight_decay: the share of itself that a leaf loses, times the learning rate.
+        mask: ``mask(path, leaf)`` returns whether a leaf decays; by default all do.
 
     Returns:
         the optimizer; its state is a `ShampooState`. All leaves with a gradient must be
@@ -245,7 +273,7 @@ def shampoo(
 
 @dataclass(frozen=True, eq=False)
 class _ShampooFunctions:
-    """The functions of such an optimizer."""
+    """The ``init`` and ``phases`` of a `shampoo`."""
 
     preconditioning: PreconditionerRule
     rule: ElementRule
@@ -257,23 +285,25 @@ class _ShampooFunctions:
         exchange = MatrixExchange(
             [leaves[i] for i in active], self.preconditioning.cost, "shampoo"
         )
-        found: list[Any] = [None] * len(leaves)
+        preconditioners: list[Preconditioners | None] = [None] * len(leaves)
         for k, i in enumerate(active):
-            found[i] = self.preconditioning.first(leaves[i], exchange, k)
+            preconditioners[i] = self.preconditioning.first(leaves[i], exchange, k)
         momentum = zeros_like(params) if self.rule.moments else None
-        return ShampooState(0, tree.unflatten(treedef, found), momentum)
+        return ShampooState(0, tree.unflatten(treedef, preconditioners), momentum)
 
     def phases(
         self, grads: Tree, state: ShampooState, params: Tree, returns_params: bool
     ) -> Phases:
         like = grads if params is None else params
-        ways, kept = self._ways(self._matched(grads, state, like), state)
-        before = DescentState(state.count, state.momentum)
-        step = PLAIN_CODEC.phases(self.rule, ways, before, params, returns_params)
-        result, (count, momentum) = yield from step
-        return result, ShampooState(count, kept, momentum)
+        matched = self._match(grads, state, like)
+        directions, preconditioners = self._directions(matched, state)
+        del matched
+        old = DescentState(state.count, state.momentum)
+        step = PLAIN_CODEC.phases(self.rule, directions, old, params, returns_params)
+        new_tree, (count, momentum) = yield from step
+        return new_tree, ShampooState(count, preconditioners, momentum)
 
-    def _matched(self, grads: Tree, state: ShampooState, like: Tree) -> Matched:
+    def _match(self, grads: Tree, state: ShampooState, like: Tree) -> Matched:
         moments = () if state.momentum is None else (state.momentum,)
         matched = match_matrices("shampoo", like, grads, *moments)
         if matched.differentiated:
@@ -283,9 +313,11 @@ class _ShampooFunctions:
             )
         return matched
 
-    def _ways(self, matched: Matched, state: ShampooState) -> tuple[Tree, Tree]:
-        """The direction of each parameter, and all preconditioners."""
-        kept = flatten_like(matched.treedef, state.preconditioners, "optimizer state")
+    def _directions(self, matched: Matched, state: ShampooState) -> tuple[Tree, Tree]:
+        """Returns the direction of each parameter, and the new preconditioners."""
+        by_leaf = flatten_like(
+            matched.treedef, state.preconditioners, "optimizer state"
+        )
         leaves, grads, *_ = matched.columns
         wide = torch.float32
         for leaf in leaves:
@@ -293,20 +325,24 @@ class _ShampooFunctions:
         refresh = state.count % self.preconditioning.interval == 0
 
         def precondition(matrices: dict[int, Tensor]) -> dict[int, Tensor]:
-            made = {}
+            updates = {}
             for k, g in matrices.items():
                 i = matched.active[k]
-                made[k], kept[i] = self.preconditioning.step(g, kept[i], refresh)
-            return made
+                updates[k], by_leaf[i] = self.preconditioning.step(
+                    g, by_leaf[i], refresh
+                )
+            return updates
 
         with internal(), torch.no_grad():
-            where = []  # each matrix's preconditioners lie whole, in its layout's words
+            # The owner of a matrix is where its preconditioners lie: a state that was
+            # loaded may have other owners than would be chosen now.
+            places = []
             for i in matched.active:
-                blocks = tree.leaves(kept[i], is_leaf=is_sharded)
-                laid = bool(blocks) and is_sharded(blocks[0])
-                where.append(blocks[0].layout.parts if laid else ())
+                blocks = tree.leaves(by_leaf[i], is_leaf=is_sharded)
+                has_layout = bool(blocks) and is_sharded(blocks[0])
+                places.append(blocks[0].layout.parts if has_layout else ())
             cost = self.preconditioning.cost
-            exchange = MatrixExchange(leaves, cost, "shampoo", given=where)
+            exchange = MatrixExchange(leaves, cost, "shampoo", places=places)
             parts = [local_tensor(x).to(wide) for x in grads]
-            ways = map_matrices(matched, exchange, parts, precondition)
-        return ways, tree.unflatten(matched.treedef, kept)
+            directions = map_matrices(matched, exchange, parts, precondition)
+        return directions, tree.unflatten(matched.treedef, by_leaf)
