@@ -64,8 +64,8 @@ class Recorded(Sharded):
         kwargs: _torch.Kwargs | None = None,
     ) -> Any:
         arguments: Any = args, kwargs or {}
-        args, kwargs = tree.map(recorded_tensor, arguments, is_leaf=is_sharded)
-        return func(*args, **kwargs)
+        tensors: Any = tree.map(recorded_tensor, arguments, is_leaf=is_sharded)
+        return func(*tensors[0], **tensors[1])
 
 
 def recorded_tensor(x: tree.Leaf) -> tree.Leaf:

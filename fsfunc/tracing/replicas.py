@@ -337,8 +337,9 @@ def _compare_near(leaves: dict[str, tree.Leaf], ranks: RankGroup) -> None:
         raise RanksDiffer(
             f"the ranks along {_axis_words(ranks.axis)}, over which parameters are "
             f"split, return other values of {odd_path!r}, which is one value on all of "
-            f"them (norms {norms}): give them one batch and one seed, let nothing outside units "
-            f"depend on the rank, and take ff.pmean(x, {ranks.axis[0]!r}) of what does"
+            f"them (norms {norms}): give them one batch and one seed, let nothing "
+            "outside units depend on the rank, and take "
+            f"ff.pmean(x, {ranks.axis[0]!r}) of what does"
         )
 
 
@@ -403,8 +404,8 @@ def _compare_state(
     subject = f"the ranks along {names} return different states"
     if is_unnamed:
         title = (
-            f"{subject}, which nothing in a step makes equal: no transform and no layout "
-            f"names {names}"
+            f"{subject}, which nothing in a step makes equal: no transform and no "
+            f"layout names {names}"
         )
         advice = (
             f"Give the ranks along {names} one batch and one seed (torch.manual_seed), "
