@@ -322,7 +322,7 @@ class inside:
         token = _FRAME.set(value)
         # In the outermost one; and within `inference_mode(False)`, which turns them on,
         # or in another thread, which `asyncio.to_thread` gives the context of this one.
-        self.threads = in_one_thread() if _torch.device_threads() else None
+        self.threads = in_one_thread() if _torch.uses_device_threads() else None
         self.tokens: list[tuple[Any, Any]] = [(_FRAME, token)]
         if value.at is not None:
             self.tokens.append((HERE, HERE.set(value.at)))

@@ -141,7 +141,7 @@ class Unit:
             # would a compiler's guards, by which it compiled each call anew.
             compiled = frame().compiler or _torch.is_compiled_function(self.fn)
             looks = not (traced or compiled)
-            with _torch.Writes(watched, told) if looks else nullcontext():
+            with _torch.WriteWatcher(watched, told) if looks else nullcontext():
                 out = self._check_captures(
                     _tensors(given), params, inputs, keywords, fn
                 )

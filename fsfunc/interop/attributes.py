@@ -125,7 +125,7 @@ class Attributes:
                 x.clear()
                 x.extend(before) if isinstance(x, list | deque) else x.update(before)
         for path, m, saved in self._modules:
-            own, now = _torch.tables(m)[0], vars(m)
+            own, now = _torch.tensor_tables(m)[0], vars(m)
             for name, x in now.items():
                 old = saved.get(name)
                 if name in _OWN or x is old or _is_of_tensors(old):

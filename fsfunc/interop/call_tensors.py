@@ -60,7 +60,7 @@ class Tables:
         hidden: set[str] = set()  # written by the modules, which no version shows
         trusted: set[str] = set()  # not written by them
         for m in module.modules():
-            parameters, buffers = _torch.tables(m)
+            parameters, buffers = _torch.tensor_tables(m)
             like = None
             if getattr(m, "track_running_stats", False):
                 own = (buffers.get(x) for x in ("running_mean", "running_var"))
@@ -71,7 +71,7 @@ class Tables:
                 elif type(m).__module__ == _batchnorm.__name__:
                     trusted |= names
             table = ParameterTable(self, parameters, like)
-            _torch.set_tables(m, table, BufferTable(self, buffers))
+            _torch.set_tensor_tables(m, table, BufferTable(self, buffers))
         self.hidden, self.trusted = frozenset(hidden), frozenset(trusted - hidden)
 
     @property

@@ -115,7 +115,7 @@ def _meta(shape: Any, dtype: torch.dtype, requires_grad: bool = False) -> Tensor
 
 def _fill(m: nn.Module, whole: bool, names: dict[int, tuple[str, bool]]) -> None:
     """Puts tensors without data into the tables and attributes of a copy's module."""
-    params, buffers = _torch.tables(m)
+    params, buffers = _torch.tensor_tables(m)
     for table in (params, buffers, vars(m)):
         for key, x in table.items():
             if isinstance(x, Absent) and x.dtype is not None:

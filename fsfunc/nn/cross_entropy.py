@@ -88,7 +88,7 @@ def vocab_cross_entropy(
 
 def is_transformed() -> bool:
     """True under ``vmap`` or forward mode, which see plain operators alone."""
-    return _torch.forward_ad_active() or bool(_torch.mapping_levels())
+    return _torch.forward_ad_active() or bool(_torch.vmap_levels())
 
 
 def row_sums(z: Tensor, own: Targets, smooth: bool) -> tuple[Tensor, ...]:

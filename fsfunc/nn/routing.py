@@ -270,7 +270,7 @@ def _traffic(routing: Routing, axis: str | None, here: int) -> _Traffic:
         counts = all_gather(mine, axis)
         if not group(axis).link.moves:  # a recording on data: no one else is heard of
             counts = mine.expand(n, -1)
-    if _torch.mapped_at(counts):
+    if _torch.vmap_levels_of(counts):
         raise RuntimeError(
             "a layer without a capacity reads how many tokens its experts have, which "
             "differs along the dim that vmap maps: gate with capacity_factor="

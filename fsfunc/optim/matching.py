@@ -73,7 +73,7 @@ def one_kind(columns: list[list[Any]]) -> Kind | None:
         if (kind := _kind_of(columns, every)) is not None and not composable():
             if len(_KINDS) >= 64:
                 _KINDS.clear()
-            _KINDS[counts] = _torch.alike(every), kind
+            _KINDS[counts] = _torch.likeness_check(every), kind
     return kind
 
 

@@ -25,7 +25,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from fsfunc import _torch
 from fsfunc._torch import products
-from fsfunc._torch.versions import FUNCTIONS_ARE_OWNED
+from fsfunc._torch.versions import NODES_KEEP_FUNCTIONS_ALIVE
 from fsfunc.pipelining.fused_gradients import addition, pull_back
 from fsfunc.runtime.memory import BufferPool
 
@@ -102,7 +102,7 @@ class SplitBackward:
                 owning.add(node)
         group_of = _grouped(below, owning - inner, leaves)
         users = _users(below, inner, group_of)
-        owners = {} if FUNCTIONS_ARE_OWNED else _owners(below, self.roots)
+        owners = {} if NODES_KEEP_FUNCTIONS_ALIVE else _owners(below, self.roots)
         groups = list(dict.fromkeys(group_of.values()))
         early: list[GradientEdge] = []
         late: dict[Any, list[Edge]] = defaultdict(list)
@@ -273,7 +273,7 @@ def _owners(
 
 def _owner(node: Any, user: Any) -> Any:
     """``user``, itself no Function's, if ``node`` lives by it alone, else None."""
-    owned = not _torch.is_function_node(node) or FUNCTIONS_ARE_OWNED
+    owned = not _torch.is_function_node(node) or NODES_KEEP_FUNCTIONS_ALIVE
     return None if owned else user
 
 

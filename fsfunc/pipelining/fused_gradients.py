@@ -53,8 +53,8 @@ class Addition:
         (g,) = grads
         if g is None:
             return _nothing
-        if products.kind_of(self.node) == "lookup":
-            return partial(self._rows, products.looked_up(self.node), g)
+        if products.node_kind(self.node) == "lookup":
+            return partial(self._rows, products.lookup_indices(self.node), g)
         return partial(self._product, products.first_factor(self.node), g)
 
     @torch.no_grad()
@@ -91,9 +91,9 @@ def addition(node: Any, pool: BufferPool) -> Addition | None:
         return None
     between: list[Any] = []
     turned, (below, _) = False, edge
-    while below is not None and products.kind_of(below) in ("turn", "view"):
-        if products.kind_of(below) == "turn":
-            if between or products.kind_of(node) == "lookup":
+    while below is not None and products.node_kind(below) in ("turn", "view"):
+        if products.node_kind(below) == "turn":
+            if between or products.node_kind(node) == "lookup":
                 return None
             turned = True
         between.append(below)
@@ -151,7 +151,7 @@ def _alone(
     """The additions to parameters that nothing else in the graph reads."""
     wanted = {id(p) for p in parameters}
     users: dict[Any, int] = dict.fromkeys(roots, 1)
-    stack, nodes, kinds = list(users), [], products.KINDS
+    stack, nodes, kinds = list(users), [], products.NODE_KINDS
     while stack:
         node = stack.pop()
         if kinds[type(node)] in ("product", "lookup"):

@@ -141,7 +141,7 @@ class Observer(Tracer, OperatorMode):
             for x in read:
                 if not isinstance(x, _torch.FakeTensor):
                     self._close_over(x)
-        out = fake_modes.result_below(func, args, kwargs)
+        out = fake_modes.run_operator_below(func, args, kwargs)
         if not self.paused and (self.always or not is_silent()):
             if self.strangers or not _torch.is_view(func, args):
                 self._note(func, args, kwargs, out, read)

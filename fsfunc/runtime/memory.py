@@ -121,7 +121,7 @@ class BufferPool:
         with self._lock:
             large = bisect_left(self.storages, (size,))
             for _, key, storage in self.storages[large:]:  # noqa: B007  the smallest
-                if _torch.uses_of(key) == 1:
+                if _torch.storage_uses_by_key(key) == 1:
                     break
             else:
                 storage = self._grown(size, large)
@@ -134,7 +134,9 @@ class BufferPool:
 
     def _grown(self, size: int, large: int) -> torch.UntypedStorage:
         """A new storage, in place of the first ``large`` ones that are free."""
-        small = [s for s in self.storages[:large] if _torch.uses_of(s[1]) > 1]
+        small = [
+            s for s in self.storages[:large] if _torch.storage_uses_by_key(s[1]) > 1
+        ]
         storage = self.allocate(size)
         self.storages[:large] = [*small, (size, storage._cdata, storage)]
         return storage
@@ -142,7 +144,7 @@ class BufferPool:
     def trim(self, keep: int) -> None:
         """Frees unused buffers, but for the ``keep`` largest."""
         with self._lock:
-            free = [s for s in self.storages if _torch.uses_of(s[1]) == 1]
+            free = [s for s in self.storages if _torch.storage_uses_by_key(s[1]) == 1]
             for outgrown in free[: max(0, len(free) - keep)]:
                 self.storages.remove(outgrown)
 

@@ -151,7 +151,7 @@ class Store:
             for i, (on, has, storage) in enumerate(self._spare):
                 # Of one device: its mark says so, and it may be pinned for that.
                 if size <= has < least and on == device:
-                    if _torch.uses_of(storage._cdata) == 1:
+                    if _torch.storage_uses_by_key(storage._cdata) == 1:
                         best, least = i, has
                         if has == size:
                             break
@@ -171,7 +171,9 @@ class Store:
     def _make_room(self, size: int) -> None:
         """Frees what was not used for longest, if ``size`` more were too much."""
         free = {
-            i for i, x in enumerate(self._spare) if _torch.uses_of(x[2]._cdata) == 1
+            i
+            for i, x in enumerate(self._spare)
+            if _torch.storage_uses_by_key(x[2]._cdata) == 1
         }
         total = sum(x[1] for x in self._spare) + size
         self._most = max(self._most, total - sum(self._spare[i][1] for i in free))

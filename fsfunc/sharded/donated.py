@@ -83,7 +83,7 @@ class Donation:
         if len(at := set(map(id, tensors))) < len(tensors):
             return False
         # By a tensor and its handle; by less where the tensor was moved.
-        uses = set(map(_torch.uses_of, map(_key, self.storages)))
+        uses = set(map(_torch.storage_uses_by_key, map(_key, self.storages)))
         return uses == {2} and at.issubset(map(id, self.known[: len(self.storages)]))
 
     def may_write(self, tensors: Iterable[Tensor]) -> list[bool]:
@@ -93,7 +93,9 @@ class Donation:
         asked = [(x, x.untyped_storage()) for x in tensors]  # each with a handle
         return [
             (key := storage._cdata) in uses
-            and (_torch.uses_of(key) <= uses[key] + 1 or isinstance(x, _FAKE))
+            and (
+                _torch.storage_uses_by_key(key) <= uses[key] + 1 or isinstance(x, _FAKE)
+            )
             for x, storage in asked
         ]
 

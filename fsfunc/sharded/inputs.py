@@ -110,7 +110,7 @@ def refuse(kinds: str, who: str, values: Any, *parts: str) -> None:
     if all(map(is_sharded, leaves)):
         return
     rest = [(i, x) for i, x in enumerate(leaves) if not is_sharded(x)]
-    with _torch.plain_tensors():  # donated leaves are refused elsewhere
+    with _torch.as_plain_tensors():  # donated leaves are refused elsewhere
         odd = [(i, s) for i, x in rest for f, s in looks if f(x)]
     for i, said in odd:
         path, where = tree.paths(values, is_leaf=is_sharded)[i], ""

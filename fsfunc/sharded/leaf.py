@@ -84,7 +84,7 @@ class Sharded:
     def _make(self) -> None:
         """Makes the part, as if at once: beneath the modes and levels of its reader."""
         flat, start, stop = self._range  # type: ignore[misc]
-        if self.parts is None and _torch.plainly(flat):
+        if self.parts is None and _torch.only_autograd_sees(flat):
             self._part = flat[start:stop]
             return
         with torch.enable_grad(), _torch.beneath_functorch():

@@ -29,7 +29,7 @@ def lay_leaf(x: Tensor, how: Whole | Own | None = WHOLE) -> None:
     x = _torch.unwrapped(x)
     if x.layout != torch.strided:
         return
-    with _torch.plain_tensors():  # a donated leaf too
+    with _torch.as_plain_tensors():  # a donated leaf too
         found, at = _LAID.get(x), _range(x)
         if found is None:
             found = _LAID[x] = {}
@@ -44,7 +44,7 @@ def laid_as(x: Any) -> Whole | Own | None:
     if not isinstance(x, Tensor):
         return None
     x = _torch.unwrapped(x)
-    with _torch.plain_tensors():
+    with _torch.as_plain_tensors():
         found = _LAID.get(x)
         return found.get(_range(x)) if found else None
 

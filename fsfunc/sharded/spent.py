@@ -36,7 +36,7 @@ class Spent:
         raise RuntimeError(cls.why)
 
     def refuse(self) -> None:
-        with _torch.plain_tensors():
+        with _torch.as_plain_tensors():
             said = describe(self.shape, self.dtype)  # type: ignore[attr-defined]
         raise RuntimeError(f"{said}: {self.why}")
 

@@ -162,7 +162,7 @@ class InitTape(_torch.OperatorMode):
             with _torch.beneath_all_modes():
                 return Replay(self).view(self.ref(args[0])).item()
         before = _exchange((args, kwargs), Tensor, self.ref)  # their places before it
-        writes = tuple(map(self.ref, _torch.written(func, args, kwargs)))
+        writes = tuple(map(self.ref, _torch.tensors_written(func, args, kwargs)))
         out = func(*args, **kwargs)
         fake_modes.forget_fakes(self.fake)
         if _METADATA in func.tags:
@@ -297,7 +297,7 @@ class InitTape(_torch.OperatorMode):
 
     def _at_once(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Runs an operator on given tensors; what the tape knows of them stays."""
-        for x in _torch.written(func, args, kwargs):
+        for x in _torch.tensors_written(func, args, kwargs):
             shadow = self._shadows.pop(_torch.storage_key(x), None)
             if shadow is not None:  # a later reader finds what is written now
                 storage = self.storages[self._numbers[_torch.storage_key(shadow)]]

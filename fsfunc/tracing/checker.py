@@ -511,12 +511,12 @@ class Checker(Tracer, Watcher, TypedOperators):
         gradient = Gradient(hash(values), made_of.rows, shares, is_loss=is_loss)
         # Under vmap there is a gradient for each of several vectors, as in jacrev.
         is_mapped = any(
-            _torch.mapped_at(c) for c in self.fact_table.tensors_in(differentiated)
+            _torch.vmap_levels_of(c) for c in self.fact_table.tensors_in(differentiated)
         )
         for g in self.fact_table.tensors_in(gradients):
             provenance = made_of
             if averages and self.fact_table.kind(g) is not Kind.V:
-                stacked = _torch.mapped_dim(g) if is_mapped else None
+                stacked = _torch.vmap_dim(g) if is_mapped else None
                 stacked_gradient = (
                     gradient if stacked is None else replace(gradient, stacked=stacked)
                 )

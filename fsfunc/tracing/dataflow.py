@@ -142,7 +142,7 @@ class Dataflow(OperatorMode):
     ) -> Any:
         if func.namespace == "prim":  # asks for a device
             return func(*args, **kwargs)
-        written = _torch.written(func, args, kwargs)
+        written = _torch.tensors_written(func, args, kwargs)
         if self.running_unit is not None:
             return self._run_in_unit(self.running_unit, func, args, kwargs, written)
         return self._run_glue(func, args, kwargs, written)

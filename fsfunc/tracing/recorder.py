@@ -28,7 +28,7 @@ from typing import Any
 from torch import Tensor
 
 from fsfunc import _torch, tree
-from fsfunc._torch.fake_results import communicates
+from fsfunc._torch.fake_results import communication_error
 from fsfunc.comm.attribution import source_line, traceback_line
 from fsfunc.comm.backends.interrupts import heard
 from fsfunc.comm.collective_ops import Watcher, watching
@@ -117,7 +117,7 @@ def record(
         if "instead found type 'Recorded'" in text:
             raise rule_error("scripts", line=line) from error
         if "Default process group has not been initialized" in text:
-            raise communicates(f"at {line}") from error
+            raise communication_error(f"at {line}") from error
         raise
 
 

@@ -272,7 +272,7 @@ def rows_of_derivative(
     return [
         table.weighed_rows(own, constant)
         for constant, facts in constants
-        if _torch.mapped_at(constant) or facts.kind is Kind.K and not facts.uniform
+        if _torch.vmap_levels_of(constant) or facts.kind is Kind.K and not facts.uniform
     ]
 
 

@@ -82,7 +82,7 @@ def without_data(
             stack.enter_context(fresh_buffers())
         mode = _torch.fake_mode()
         if fake:
-            stack.enter_context(fake_modes.quiet_fakes())
+            stack.enter_context(fake_modes.without_fake_logs())
         if fake and mode is None:
             mode = stack.enter_context(fake_modes.fake_mode_of(tree.leaves(values)))
             if not fake_cache:

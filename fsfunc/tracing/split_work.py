@@ -76,7 +76,7 @@ class SplitWork:
         """Notes what an operator has made, or written into."""
         if not self._has_any:
             return
-        results = flatten_lists([out, _torch.written(func, args, kwargs) or []])
+        results = flatten_lists([out, _torch.tensors_written(func, args, kwargs) or []])
         results = [y for y in results if isinstance(y, Tensor)]
         rows = [(flatten_lists([args, kwargs]), results)]
         if func._schema.name.startswith(OF_LISTS):

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.autograd.graph import Node
 
 from fsfunc import _torch, tree
-from fsfunc._torch.fake_modes import result_below
+from fsfunc._torch.fake_modes import run_operator_below
 from fsfunc.comm.attribution import is_internal, is_own_call, source_line
 from fsfunc.comm.comparison import Lines
 from fsfunc.comm.mesh import asks
@@ -134,12 +134,12 @@ class TypedOperators(OperatorMode):
     def operator(
         self, func: _torch.OpOverload, args: _torch.Args, kwargs: _torch.Kwargs
     ) -> Any:
-        if not self._paused and (dependence := _torch.tells(func)):
+        if not self._paused and (dependence := _torch.data_dependence(func)):
             if dependence == "value":
                 return self._python_value(func, args, kwargs)
             self.check_values_read(class_of_call(func, args, kwargs).name, args)
         node_numbers = self.nodes.new_numbers()
-        out = result_below(func, args, kwargs)
+        out = run_operator_below(func, args, kwargs)
         # The cotangent of a loss has no type: each rank's loss counts once.
         if self.seed_count and func is _ONES:
             self.seed_count -= 1
@@ -154,7 +154,7 @@ class TypedOperators(OperatorMode):
                 self.drawing.add(path[0])
             self._check_captured(path[0], args, kwargs)
             return out
-        written = _torch.written(func, args, kwargs)
+        written = _torch.tensors_written(func, args, kwargs)
         outputs = flatten_lists([out, written]) if written else flatten_lists(out)
         if results := [x for x in outputs if isinstance(x, Tensor)]:
             op = class_of_call(func, args, kwargs)

@@ -195,7 +195,7 @@ class Memory:
         )
 
     def versions(self) -> list[int]:
-        with _torch.plain_tensors():
+        with _torch.as_plain_tensors():
             try:
                 return [x._version for x in self.written]
             except RuntimeError:  # of an inference tensor, which has none

@@ -255,13 +255,15 @@ def check_derivatives(call: Call, taken: Sequence[Any], inputs: Any) -> None:
     inner, name, local = 0, "", None
     for leaf in taken:
         x = leaf.local if isinstance(leaf, Sharded) else leaf
-        if (level := _torch.differentiated_at(x)) > inner:
+        if (level := _torch.differentiation_level(x)) > inner:
             named = isinstance(leaf, Sharded) and leaf.name
             inner, name, local = level, repr(leaf.name) if named else "a parameter", x
     if local is None:
         return
     if call.frame.path and inner > call.frame.level:
         raise inside_unit(call.frame.path, name, f"unit {call.unit.__name__!r}")
-    seen = [_torch.mapped_at(x) for x in tree.leaves(inputs) if isinstance(x, Tensor)]
+    seen = [
+        _torch.vmap_levels_of(x) for x in tree.leaves(inputs) if isinstance(x, Tensor)
+    ]
     mapped = any(0 < level < inner for each in seen for level in each)
     check_samples(local, f"{name}, which unit {call.name!r} takes", mapped)

@@ -78,7 +78,7 @@ def enter_tracked(
 
 def _is_tracked(x: Tensor) -> bool:
     """True if ``x`` is differentiated outside the call."""
-    if _torch.differentiated_at(x):
+    if _torch.differentiation_level(x):
         return True
     in_graph = x.grad_fn is not None or bool(frame().in_loss)
     return x.requires_grad and in_graph and torch.is_grad_enabled()
@@ -87,7 +87,7 @@ def _is_tracked(x: Tensor) -> bool:
 def storage_of(x: Tensor) -> int:
     """The storage key of a tensor, which may be differentiated, mapped or donated."""
     x = _torch.unwrapped(x)
-    with _torch.plain_tensors():  # a donated step's own leaves are known as well
+    with _torch.as_plain_tensors():  # a donated step's own leaves are known as well
         return _torch.storage_key(x)
 
 

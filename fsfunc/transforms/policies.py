@@ -195,7 +195,7 @@ class Tape:
         """Runs an op of the first run, and notes what it made."""
         out = func(*args, **kwargs)
         if not _torch.makes_memory(func):
-            for x in _torch.written(func, args, kwargs):
+            for x in _torch.tensors_written(func, args, kwargs):
                 self.makers[x] = None
             return out  # of a view the storage keeps its maker
         many = type(out) if isinstance(out, (list, tuple)) else None

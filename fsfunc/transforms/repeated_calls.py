@@ -50,7 +50,7 @@ class _Done(BaseException):
     """All residuals have values. Not an Exception: a unit must not swallow it."""
 
 
-class _Passing(_torch.UnheardMode):
+class _Passing(_torch.HiddenFromCompile):
     """A dispatch mode that only is there."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
@@ -164,7 +164,7 @@ class RepeatedCall:
         """Calls the unit's function, which saves residuals."""
         if self.within:  # that of a unit which it calls
             return fn(*args, **keywords)
-        self.within, self.modes = True, _torch.dispatch_modes()
+        self.within, self.modes = True, _torch.dispatch_mode_count()
         with nullcontext() if self.tape is None else self.tape.keep():
             if self.how is None:
                 return self._tried(fn, args, keywords)
@@ -197,7 +197,9 @@ class RepeatedCall:
             with nullcontext() if compiled else draws:
                 out = self._hooked(fn, args, keywords)
             stop = () if token is None else (token.grad_fn,)
-            if any(map(_torch.saves_early, nodes_of(out, (args, keywords), stop))):
+            if any(
+                map(_torch.saves_before_filling, nodes_of(out, (args, keywords), stop))
+            ):
                 raise RuntimeError(_RRELU.format(self.name))
             self.how = How.KEEPS if self.derives else How.DROPS
         except RuntimeError as error:
@@ -277,7 +279,7 @@ class RepeatedCall:
                 stack.enter_context(cast)
         if self.casts:  # an autocast around us would keep our leaves' casts
             stack.callback(torch.clear_autocast_cache)
-        if self.modes and not _torch.dispatch_modes():
+        if self.modes and not _torch.dispatch_mode_count():
             stack.enter_context(_Passing())
         if self.tape is not None:
             stack.enter_context(self.tape.replay(kept))
@@ -306,7 +308,7 @@ class RepeatedCall:
                 each, *kind = next(due)
                 if kind != [x.shape, x.dtype]:
                     raise RuntimeError(_UNLIKE.format(self.name))
-                if (alike := _torch.nearness(next(norms, None), x)) is not None:
+                if (alike := _torch.norms_are_near(next(norms, None), x)) is not None:
                     near.append(alike)
                 if (one := each()) is not None:
                     one.value, one.version = x, x._version

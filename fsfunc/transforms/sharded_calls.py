@@ -361,8 +361,8 @@ class Sharding(Interpretation):
 def _plain(x: Any) -> Any:
     """A leaf without what ``torch.func`` wraps it in; of one that it maps, a row."""
     if is_sharded(x):
-        return x.with_local(_torch.one_row(x.local))
-    return _torch.one_row(x) if isinstance(x, Tensor) else x
+        return x.with_local(_torch.first_row(x.local))
+    return _torch.first_row(x) if isinstance(x, Tensor) else x
 
 
 _LATE = (

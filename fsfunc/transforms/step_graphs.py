@@ -111,13 +111,13 @@ class _Graphs:
         """Keeps a new kind, such as another state's; forgets the oldest of many."""
         self.kinds[name] = kind
         of_rank = [k for k in self.kinds if k[0] == name[0]]
-        if len(of_rank) > operator_graphs.most_shapes():
+        if len(of_rank) > operator_graphs.recompile_limit():
             for key in self.kinds.pop(of_rank[0]).graphs:
                 del self.made[key]
 
     def _new(self, key: Any, kind: _Kind, given: Arguments, donates: bool) -> StepGraph:
         """The graph of new shapes."""
-        if (n := len(kind.graphs)) >= operator_graphs.most_shapes():
+        if (n := len(kind.graphs)) >= operator_graphs.recompile_limit():
             raise RuntimeError(_MANY.format(n, given.beside()))
         alike = key == kind.key
         trace = StepTrace(self.f, given, kind.seen, donates=donates, alike=alike)
@@ -147,15 +147,15 @@ class StepGraph:
         if self.kernels is not None:  # another rank's thread was first
             return
         graph, tensors = self.traced.graph, given.tensors()
-        for i in self.traced.written:  # alone in its memory, as in a call
+        for i in self.traced.written_inputs:  # alone in its memory, as in a call
             tensors[i] = torch.empty_like(tensors[i])
         inputs = self._inputs(tensors)
-        operator_graphs.compute_again(graph)
+        operator_graphs.recompute_activations(graph)
         if backend == "eager":
             self.kernels = graph
             return
         try:
-            self.kernels = operator_graphs.compiled(graph, inputs, options)
+            self.kernels = operator_graphs.compile_graph(graph, inputs, options)
         except Exception as error:
             first = str(error).strip().partition("\n")[0]
             raise RuntimeError(_REFUSED.format(first)) from error
@@ -182,7 +182,7 @@ class StepGraph:
             with torch.no_grad(), operator_graphs.running(run):
                 made = self.kernels(*self._inputs(tensors))  # type: ignore[misc]
         finally:  # a step that raises has spoiled what it may have written
-            written = [tensors[i] for i in self.traced.written]
+            written = [tensors[i] for i in self.traced.written_inputs]
             torch.autograd.graph.increment_version(written)
         leaves = self._leaves(given, tensors, made)
         out = tree.unflatten(self.trace.seen.treedef, leaves)
@@ -196,7 +196,7 @@ class StepGraph:
         So too a part of larger memory: in the graph that is gathered anew.
         """
         donated.look()
-        written = self.traced.written
+        written = self.traced.written_inputs
         may = donated.may_write([tensors[i] for i in written])
         for i, own in zip(written, may, strict=True):
             x = tensors[i]
@@ -208,7 +208,7 @@ class StepGraph:
     ) -> list[Any]:
         """The leaves of the result, over the tensors that the graph has made."""
         kept = {(id(held(x)), id(x.layout)): x for x in given.leaves if is_sharded(x)}
-        written, buffers, found = set(self.traced.written), {}, []
+        written, buffers, found = set(self.traced.written_inputs), {}, []
         for x, (kind, laid, _), place in zip(
             self.trace.out, self.trace.seen.kinds, self.trace.places, strict=True
         ):

@@ -83,14 +83,14 @@ class StepTrace:
             self._see_shapes(f, given, donates)
         with self._without_data(f, given, donates) as (run, inputs):
             drawn = drawn_elsewhere()
-            self.traced = operator_graphs.traced(run, inputs)
+            self.traced = operator_graphs.trace_operators(run, inputs)
             if drawn():
                 raise RuntimeError(_DRAWS.format("Python's or numpy's"))
-        if self.traced.written and not donates:
+        if self.traced.written_inputs and not donates:
             raise RuntimeError(_WRITES)
         packed = {id(x.packed.flat) for x in given.leaves if is_sharded(x) and x.packed}
         plain = [id(x) not in packed for x in given.given]
-        operator_graphs.check_places(self.traced.graph, plain)
+        operator_graphs.refuse_as_strided(self.traced.graph, plain)
         for node in self.traced.graph.graph.nodes:
             call = node.target, node.args, node.kwargs
             if operator_graphs.is_operator(node.target) and is_random(*call):
@@ -99,7 +99,7 @@ class StepTrace:
         self.out, treedef = tree.flatten(self.out, is_leaf=is_sharded)
         self._check_alike(treedef)
         places = {id(x): (True, i) for i, x in enumerate(inputs)}
-        places |= {id(x): (False, i) for i, x in enumerate(self.traced.made)}
+        places |= {id(x): (False, i) for i, x in enumerate(self.traced.results)}
         self.places = [places.get(id(held(x))) for x in self.out]
 
     def _see_shapes(

@@ -463,7 +463,7 @@ def _forgetting(
         return (_torch.place_of(x, start * kind.itemsize),)
 
     def unpack(packed: tuple[Any, ...]) -> Tensor:
-        if _torch.LOOKING.on:
+        if _torch.INSPECTING.on:
             return _NOTHING
         full = call.full
         if full is None:  # read outside the unit's backward: gathered for this alone

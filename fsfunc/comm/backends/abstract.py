@@ -181,7 +181,7 @@ class VmapLink(Link):
 
     def spread(self, x: Tensor) -> Tensor:
         """``x``, batched at the mesh's level."""
-        with _torch.forward_ad_on():  # we may be inside a jvp
+        with _torch.forward_ad_enabled():  # we may be inside a jvp
             zeros = (self.ranks * 0).to(x.dtype)
             return x | zeros if x.dtype == torch.bool else x - zeros  # -0.0 stays so
 

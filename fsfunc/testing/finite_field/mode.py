@@ -41,7 +41,7 @@ class NoExactRule(NotImplementedError):
     """An operator that an exact run does not know."""
 
 
-class Exact(_torch.UnheardMode):
+class Exact(_torch.HiddenFromCompile):
     """Computes in a field. It may be entered in several threads, one after the other.
 
     Args:
