@@ -237,7 +237,9 @@ def lay_out(asked: LayoutRequest, agreement: Agreement) -> Any:
         if recorder.handlers and _is_plain(sharding, recorder, args, split):
             # Right by its record alone, on batches of any shape.
             sharding.first_calls.learn(at.rank, [key[0] for key in recorder.call_keys])
-            sharding.first_calls.note(recorder.own_paths, False, recorder.drawing)
+            sharding.first_calls.note(
+                recorder.rank_local_paths, False, recorder.drawing
+            )
         else:
             _check_types(fn, sharding, recorder, args, at, agreement)
     recorder.steadiness.check()
@@ -349,7 +351,7 @@ def _check_types(
         return
     recorder.steadiness.compare_with_check(seen.numbers_given)
     sharding.first_calls.learn(at.rank, seen.call_keys)
-    noted = seen.own_paths, seen.draws, seen.drawing, seen.combines_numbers
+    noted = seen.rank_local_paths, seen.draws, seen.drawing, seen.combines_numbers
     sharding.first_calls.note(*noted)
 
 

@@ -53,7 +53,8 @@ class Checker(Tracer, Watcher, TypedOperators):
     Attributes:
         call_keys: the signatures of the calls of sharded functions.
         numbers_given: the numbers that torch's functions were given.
-        own_paths: the paths of the returned state at which each rank has its own value.
+        rank_local_paths: the paths of the returned state at which each rank has its own
+            value.
     """
 
     def __init__(
@@ -66,7 +67,7 @@ class Checker(Tracer, Watcher, TypedOperators):
         TypedOperators.__init__(self, axes, alone, stand_ins, varying)
         self.call_keys: list[tuple[Hashable, ...]] = []
         self.numbers_given: list[NumbersGiven] = []
-        self.own_paths: set[str] = set()
+        self.rank_local_paths: set[str] = set()
         # (unit, leaves) that were gathered for the unit whose body runs next.
         self._gathered: tuple[str, list[Sharded]] = "", []
         # Memory of plain leaves that are one value.
@@ -166,42 +167,42 @@ class Checker(Tracer, Watcher, TypedOperators):
         if _torch.function_runs():
             self._function_nodes.append(self.nodes.function_numbers())
 
-    def claimed(self, x: tree.Leaf, what: str) -> None:
+    def claimed(self, x: tree.Leaf, caller: str) -> None:
         if frame().path:
             return
         if not isinstance(x, Tensor):
-            self.record_agreed(what, stated(x), told(what, x, answers(())))
+            self.record_agreed(caller, stated(x), told(caller, x, answers(())))
             return
         facts, alike = self.fact_table.of(x), True
         if facts.kind is Kind.K:
             alike = self._record_event(
-                what, (facts.digest, partial_view(x)), source_line()
+                caller, (facts.digest, partial_view(x)), source_line()
             )
         if facts.kind is Kind.V or not alike:
-            raise operand_error("disagrees", what, [facts])
+            raise operand_error("disagrees", caller, [facts])
 
-    def summed(self, x: Tensor, what: str) -> None:
+    def summed(self, x: Tensor, caller: str) -> None:
         facts = self.fact_table.of(x)
         if facts.kind in PARTS and not frame().path:
-            raise operand_error("lost", what, [facts])
+            raise operand_error("lost", caller, [facts])
 
-    def owned(self, x: Tensor, ranks: RankGroup, what: str) -> None:
+    def owned(self, x: Tensor, ranks: RankGroup, caller: str) -> None:
         if ranks.size > 1:
             lacking = self.split_work.followed(ranks.axis) - self.split_work.of(x)
             if shared_axes := [a for a in ranks.axis if a in lacking]:
-                raise rule_error("counted", op=what, axis=shared_axes[0])
+                raise rule_error("counted", op=caller, axis=shared_axes[0])
 
-    def check_measured(self, what: str, *tensors: Tensor) -> None:
+    def check_measured(self, caller: str, *tensors: Tensor) -> None:
         """Raises if a shape is read of a leaf's part, where the leaf has other dims.
 
         Args:
-            what: the function that reads it.
+            caller: the function that reads it.
             tensors: the tensor; or several, of which one gives the others its shape.
         """
         facts = [self.fact_table.of(x) for x in tensors]
         parts = [x for x in facts if x.kind is Kind.S or x.flat]
         if parts and not frame().path and (len(facts) == 1 or len(parts) < len(facts)):
-            raise operand_error("shape", what, parts[:1])
+            raise operand_error("shape", caller, parts[:1])
 
     def laid(self, leaf: Sharded) -> None:
         facts = self.fact_table.of(leaf._local)
@@ -440,11 +441,11 @@ class Checker(Tracer, Watcher, TypedOperators):
 
     def gradient(
         self,
-        arguments: tree.PyTree,
+        variables: tree.PyTree,
         gradients: tree.PyTree,
         averaged: Callable[[Tensor], bool],
     ) -> None:
-        for x, g in gradient_pairs(arguments, gradients):
+        for x, g in gradient_pairs(variables, gradients):
             if isinstance(x, Sharded) and isinstance(g, Sharded):
                 self._check_gradient(x._local, g._local)
             elif isinstance(x, Tensor):
@@ -452,57 +453,59 @@ class Checker(Tracer, Watcher, TypedOperators):
 
     def reduced(
         self,
-        arguments: tree.PyTree,
+        variables: tree.PyTree,
         gradients: tree.PyTree,
-        differentiated: Sequence[tree.PyTree],
-        value: Sequence[tree.PyTree],
+        value_and_args: Sequence[tree.PyTree],
+        mean_value: Sequence[tree.PyTree],
     ) -> None:
-        for x in self.fact_table.tensors_in(
-            differentiated[0]
-        ):  # the loss, not what is returned beside it
+        # Of the loss, not of what is returned beside it.
+        for x in self.fact_table.tensors_in(value_and_args[0]):
             if (split_axes := self.split_work.of(x)) and not frame().path:
                 raise rule_error("loss", line=source_line(), axis=min(split_axes))
-        names = _combined_names(value[1])
+        names = _combined_names(mean_value[1])
         if not self._record_event("a loss", names, source_line()):
             text = ", ".join(names) or "none"
             raise rule_error("beside", line=source_line(), text=text)
-        self._type_sharded_gradients(arguments, gradients)
-        # Where a loss is only evaluated, its mean is of all parameters it is given.
+        self._type_sharded_gradients(variables, gradients)
+        # A loss that is only evaluated (``ff.value``) is a mean too, which may not meet
+        # that of other rows: it counts as one by all that it was given.
         inputs, tensor_gradients = (
-            zip(*gradient_pairs(arguments, gradients), strict=True)
-            if arguments
-            else (differentiated[1:], ())
+            zip(*gradient_pairs(variables, gradients), strict=True)
+            if variables
+            else (value_and_args[1:], ())
         )
         means = [
             x
-            for x in self.fact_table.tensors_in(value)
+            for x in self.fact_table.tensors_in(mean_value)
             if self.fact_table.kind(x) is Kind.A
         ]
-        self._note_gradients(inputs, tensor_gradients, differentiated)
-        self._note_gradients(inputs, means, differentiated, is_loss=True)
+        self._note_gradients(inputs, tensor_gradients, value_and_args)
+        self._note_gradients(inputs, means, value_and_args, is_loss=True)
 
     def _note_gradients(
         self,
-        arguments: tree.PyTree,
+        variables: tree.PyTree,
         gradients: tree.PyTree,
-        differentiated: tree.PyTree,
+        outputs: tree.PyTree,
         is_loss: bool = False,
     ) -> None:
         """Notes of what gradients are made: those by parameters are means of rows.
 
         Args:
-            arguments: what is differentiated by.
+            variables: what is differentiated by.
             gradients: the gradients; or the means of losses, which are followed alike.
-            differentiated: the differentiated values, their arguments, and cotangents.
+            outputs: the differentiated values, their arguments, and cotangents.
             is_loss: whether ``gradients`` are means of losses.
         """
-        facts = [self.fact_table.of(x) for x in self.fact_table.tensors_in(arguments)]
+        # A gradient is known by the values that it is by: of two gradient calls by the
+        # same parameters, the gradients of other rows must not meet.
+        facts = [self.fact_table.of(x) for x in self.fact_table.tensors_in(variables)]
         values = tuple(x.value_key for x in facts if x.kind in (Kind.S, Kind.I))
         line = f"the derivative at {source_line()}"
         made_of = join(
             [
-                *self.fact_table.provenances(differentiated),
-                *rows_of_derivative(self.fact_table, differentiated),
+                *self.fact_table.provenances(outputs),
+                *rows_of_derivative(self.fact_table, outputs),
             ]
         )
         made_of = made_of.changed_at(line)
@@ -511,7 +514,7 @@ class Checker(Tracer, Watcher, TypedOperators):
         gradient = Gradient(hash(values), made_of.rows, shares, is_loss=is_loss)
         # Under vmap there is a gradient for each of several vectors, as in jacrev.
         is_mapped = any(
-            _torch.vmap_levels_of(c) for c in self.fact_table.tensors_in(differentiated)
+            _torch.vmap_levels_of(c) for c in self.fact_table.tensors_in(outputs)
         )
         for g in self.fact_table.tensors_in(gradients):
             provenance = made_of
@@ -526,11 +529,11 @@ class Checker(Tracer, Watcher, TypedOperators):
             self.fact_table.change(g, provenance=provenance)
 
     def _type_sharded_gradients(
-        self, arguments: tree.PyTree, gradients: tree.PyTree
+        self, variables: tree.PyTree, gradients: tree.PyTree
     ) -> None:
         """Types gradients by sharded leaves as these, whose layouts they have."""
         flat_memory: set[int] = set()  # memory of which a part has several dims
-        for x, g in gradient_pairs(arguments, gradients):
+        for x, g in gradient_pairs(variables, gradients):
             if isinstance(x, Sharded) and isinstance(g, Sharded):
                 kind, name = (
                     self.fact_table.kind(_memory_tensor(x)),
@@ -547,23 +550,23 @@ class Checker(Tracer, Watcher, TypedOperators):
 
     def check_pulled(
         self,
-        inputs: Sequence[tree.Leaf],
-        grads: Sequence[tree.Leaf],
-        of: tree.PyTree,
+        variables: Sequence[tree.Leaf],
+        gradients: Sequence[tree.Leaf],
+        outputs: tree.PyTree,
     ) -> None:
         """Checks gradients of ``torch.autograd.grad`` or ``backward``, and notes them.
 
         Nothing averages these over the ranks afterwards.
 
         Args:
-            inputs: what is differentiated by.
-            grads: the gradients.
-            of: the differentiated values, and the cotangents.
+            variables: what is differentiated by.
+            gradients: the gradients.
+            outputs: the differentiated values, and the cotangents.
         """
         if not frame().path and not is_internal():
-            for x, g in zip(inputs, grads, strict=True):
+            for x, g in zip(variables, gradients, strict=True):
                 self._check_gradient(x, g)
-            self._note_gradients(inputs, grads, of)
+            self._note_gradients(variables, gradients, outputs)
 
     def _check_gradient(
         self, x: tree.Leaf, g: tree.Leaf, averaged: bool = False
@@ -625,7 +628,7 @@ class Checker(Tracer, Watcher, TypedOperators):
             new_state, is_leaf=is_sharded
         )
         by_path = zip(paths, new_leaves, strict=True)
-        self.own_paths = {path for path, y in by_path if self._is_rank_local(y)}
+        self.rank_local_paths = {path for path, y in by_path if self._is_rank_local(y)}
         leaves, treedef = tree.flatten(args[0] if args else (), is_leaf=is_sharded)
         for x in leaves:
             if self._is_rank_local(x) and memory_key(x) in self._replicated_memory:

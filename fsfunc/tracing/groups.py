@@ -212,7 +212,8 @@ class Findings:
         trained: the leaves that are differentiated.
         handlers: the transforms that lay out leaves.
         differentiated: whether any leaf was differentiated.
-        own_paths: the paths of a returned state at which each rank has its own value.
+        rank_local_paths: the paths of a returned state at which each rank has its own
+            value.
         rank_local: the leaves that are each rank's own, and stay plain tensors.
         claims: (subject, text) of what else must be the same on every rank.
         derived: what was made of these findings, once for all simulated ranks that
@@ -226,7 +227,7 @@ class Findings:
     trained: set[str] = field(default_factory=set)
     handlers: list[LaysOut] = field(default_factory=list)
     differentiated: bool = False
-    own_paths: set[str] = field(default_factory=set)
+    rank_local_paths: set[str] = field(default_factory=set)
     rank_local: frozenset[str] = frozenset()
     claims: list[tuple[str, str]] = field(default_factory=list)
     derived: dict[Any, Any] = field(default_factory=dict)
@@ -326,7 +327,8 @@ class Findings:
             )
             paths_by_key.setdefault(key, []).append(path)
         ordered = sorted(
-            paths_by_key.items(), key=lambda item: item[0][0] or ((1 << 30,),)
+            paths_by_key.items(),
+            key=lambda key_and_paths: key_and_paths[0][0] or ((1 << 30,),),
         )
         merged = _merge_small(ordered, min_bytes, self.layouts)
         return [

@@ -118,10 +118,10 @@ class FactTable:
                 return facts._replace(title=leaf.title)
         return facts
 
-    def name_leaf(self, x: Tensor, start: int, stop: int, what: str) -> None:
+    def name_leaf(self, x: Tensor, start: int, stop: int, title: str) -> None:
         """Notes the name of the leaf that has the elements [start, stop) of ``x``."""
         offset = int(_torch.unwrapped(x).storage_offset())
-        leaf = _LeafRange(offset + start, offset + stop, what)
+        leaf = _LeafRange(offset + start, offset + stop, title)
         self._leaf_ranges[x] = [*(self._leaf_ranges.get(x) or []), leaf]
 
     def mark_paired(self, x: Tensor) -> None:
@@ -188,13 +188,13 @@ class FactTable:
         """Returns of what each tensor of a tree is made."""
         return [self.provenance(x) for x in self.tensors_in(values)]
 
-    def set_kind(self, x: Tensor, kind: Kind, what: str) -> None:
+    def set_kind(self, x: Tensor, kind: Kind, title: str) -> None:
         """Notes the type of a tensor that was made at the user's present line.
 
         Args:
-            what: what to call it.
+            title: what to call it.
         """
-        self.set(x, TensorFacts(kind, what, source_line()))
+        self.set(x, TensorFacts(kind, title, source_line()))
 
     def set(self, x: Tensor, facts: TensorFacts) -> None:
         """Notes the facts about a tensor, in place of those that are known."""
@@ -346,10 +346,10 @@ class AutogradNodes:
         """
         if node is None:
             return None
-        found = self._origins.get(_torch.sequence_number(node))
-        if found is not None:
-            self.set_origin(numbers, found)
-        return found
+        origin = self._origins.get(_torch.sequence_number(node))
+        if origin is not None:
+            self.set_origin(numbers, origin)
+        return origin
 
 
 def view_keeps_pairs(x: Tensor, y: Tensor) -> bool:

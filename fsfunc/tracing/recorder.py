@@ -364,10 +364,10 @@ class Recorder(Findings, Tracer, Watcher):
         if needs_type or self.is_leaf(x):
             self.needs_no_check = False
 
-    def claimed(self, x: tree.Leaf, what: str) -> None:
+    def claimed(self, x: tree.Leaf, caller: str) -> None:
         if not (isinstance(x, Tensor) or frame().path):
-            earlier = [name for name, _ in self.claims].count(what)
-            self.claims += told(what + "'" * earlier, x, answers(()))
+            earlier = [name for name, _ in self.claims].count(caller)
+            self.claims += told(caller + "'" * earlier, x, answers(()))
 
     def record_returned(self, args: Sequence[tree.PyTree], out: tree.PyTree) -> None:
         """Records the returned state, of which leaves may be each rank's own."""
@@ -396,13 +396,13 @@ class Recorder(Findings, Tracer, Watcher):
             map(self.is_leaf, bare_tensors)
         )  # parts that lost their layout
         if isinstance(state, Tensor):  # such as a loss
-            self.own_paths.add("")
+            self.rank_local_paths.add("")
         else:
             self.needs_no_check = self.needs_no_check and not any(
                 isinstance(x, Tensor) for x in leaves
             )
 
-    def owned(self, x: Tensor, where: RankGroup, what: str) -> None:
+    def owned(self, x: Tensor, where: RankGroup, caller: str) -> None:
         self.needs_no_check = self.needs_no_check and where.mean
 
     def heard(self, values: tree.PyTree) -> tree.PyTree:

@@ -133,9 +133,9 @@ class Claims(Watcher):
     def __init__(self) -> None:
         self.claims: list[tuple[str, Any]] = []
 
-    def claimed(self, x: tree.Leaf, what: str) -> None:
+    def claimed(self, x: tree.Leaf, caller: str) -> None:
         if not isinstance(x, Tensor):
-            self.claims.append((what, x))
+            self.claims.append((caller, x))
 
     def __enter__(self) -> Claims:
         self._token = COMPARING.set(self)

@@ -300,15 +300,15 @@ class Steadiness:
         """
         remaining, added = iter(self.numbers), []
         expected = next(remaining, None)
-        for given in numbers:
-            if expected is not None and given[:3] == expected[:3]:
+        for record in numbers:
+            if expected is not None and record[:3] == expected[:3]:
                 expected = next(remaining, None)
-            elif not given.by_transform:
-                added.append(given)
+            elif not record.by_transform:
+                added.append(record)
         places = set(_places(self.numbers))
         known_lines = {source_line(), *self.lines, *(where for _, where in places)}
         added_by_library = all(
-            given.by_library and given.where in known_lines for given in added
+            record.by_library and record.where in known_lines for record in added
         )
         if expected is None and added_by_library and places.isdisjoint(_places(added)):
             self.rerun = None

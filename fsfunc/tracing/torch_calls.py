@@ -209,15 +209,15 @@ class ChecksCalls(Protocol):
 
     def placeholder_value(self, name: str, x: Tensor) -> Tensor: ...
 
-    def check_measured(self, what: str, *given: Tensor) -> None: ...
+    def check_measured(self, caller: str, *tensors: Tensor) -> None: ...
 
     def typed_like(self, y: Tensor, x: Tensor) -> Tensor: ...
 
     def check_pulled(
         self,
-        inputs: Sequence[tree.Leaf],
-        grads: Sequence[tree.Leaf],
-        of: tree.PyTree,
+        variables: Sequence[tree.Leaf],
+        gradients: Sequence[tree.Leaf],
+        outputs: tree.PyTree,
     ) -> None: ...
 
 

@@ -196,7 +196,7 @@ def check(
     if checker.fact_table.rank_local.were_sliced:
         runs.attempt(at, (RowsApart,), row_repeats=2)
 
-    checker.own_paths |= runs.own_paths
+    checker.rank_local_paths |= runs.rank_local_paths
     checker.drawing |= runs.drawing
     if earlier is not None:  # ranks of one process must agree on whether they draw
         checker.draws = earlier.draws
@@ -215,7 +215,7 @@ class _DryRuns:
         without_cache: whether fake tensors use no cache, see ``without_fake_cache``.
         variant: selects the numbers in place of values.
         last_checker: the checker of the last run.
-        own_paths, drawing: what the checkers of all runs have seen.
+        rank_local_paths, drawing: what the checkers of all runs have seen.
     """
 
     last_checker: Checker
@@ -230,7 +230,7 @@ class _DryRuns:
         self.call, self.args, self.keywords, self.axes = call, args, keywords, axes
         self.asked_axes: set[str] = set()
         self.on_copies, self.without_cache, self.variant = False, False, 0
-        self.own_paths: set[str] = set()
+        self.rank_local_paths: set[str] = set()
         self.drawing: set[str] = set()
 
     def attempt(
@@ -318,7 +318,7 @@ class _DryRuns:
                 CallChecker(checker),
             ):
                 self.call(*arg_shadows, **keyword_shadows)
-        self.own_paths |= checker.own_paths
+        self.rank_local_paths |= checker.rank_local_paths
         self.drawing |= checker.drawing
         return checker
 
@@ -453,7 +453,10 @@ class TypeCheck(FirstCalls):
         finally:
             self.ran = True
         self.note(
-            checker.own_paths, checker.draws, checker.drawing, checker.combines_numbers
+            checker.rank_local_paths,
+            checker.draws,
+            checker.drawing,
+            checker.combines_numbers,
         )
 
     def check_returned(self, out: tree.PyTree) -> None:
@@ -471,12 +474,12 @@ class TypeCheck(FirstCalls):
 
     def note(
         self,
-        own_paths: Iterable[str],
+        rank_local_paths: Iterable[str],
         draws: bool,
         drawing: Iterable[str],
         numbers: bool = False,
     ) -> None:
-        super().note(own_paths, draws, drawing, numbers)
+        super().note(rank_local_paths, draws, drawing, numbers)
         self.replicas.draws |= draws
         self.combines_numbers = (
             numbers if self.combines_numbers is None else self.combines_numbers
@@ -568,9 +571,9 @@ class _Exchange:
         if where is None or where.link.notes is not None:
             return {}
         self.failed = True
-        differing_lines = unlike(lines, where)
+        lines_by_rank = unlike(lines, where)
         self.failed = False
-        return differing_lines
+        return lines_by_rank
 
 
 UNCHECKED = (
