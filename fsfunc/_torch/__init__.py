@@ -1,5 +1,8 @@
 """All private torch API that fsfunc uses; ``tests/test_torch.py`` names what breaks.
 
+Each name here has exact types, with these for what modes are given: ``OpOverload``,
+``Args``, ``Kwargs``, ``TorchFunction``. A node is a ``torch.autograd.graph.Node``.
+
 versions.py         the tested versions of torch, and what differs among them
 internals.py graph.py   storages, modules, the compiler; the autograd graph
 dispatch.py functorch.py   modes and operators; levels of torch.func
@@ -9,9 +12,9 @@ fake_tensors.py     which tensors are fake
 Not exported here, as few modules use them:
 
 fake_modes.py fake_results.py   modes of fake tensors; results of operators on them
-formulas.py         decompositions of operators, and what writes without writing
+formulas.py         decompositions of operators; counterparts that do not write
 products.py         nodes of matrix products and lookups in the autograd graph
-partitions.py       what the compiler keeps for a backward
+partitions.py       what a compiled forward saves for its backward
 operator_graphs.py  a step's operators and collectives as one graph
 scalar_graphs.py    arithmetic of scalars, taken out of such a graph
 """

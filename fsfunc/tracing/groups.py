@@ -144,7 +144,7 @@ class LeafGroup:
 
 
 @dataclass
-class RecordedCall:
+class RecordedUnitCall:
     """One unit call of a recorded step, and the leaves that it was given.
 
     Args:
@@ -221,7 +221,7 @@ class Findings:
     """
 
     layouts: dict[str, Layout] = field(default_factory=dict)
-    unit_calls: list[RecordedCall] = field(default_factory=list)
+    unit_calls: list[RecordedUnitCall] = field(default_factory=list)
     read_in_units: dict[_Reading, _Where] = field(default_factory=dict)
     read_outside: dict[str, _Where] = field(default_factory=dict)
     trained: set[str] = field(default_factory=set)
@@ -283,9 +283,9 @@ class Findings:
         )
         return (set(whole_reads) | self.rank_local) - gathered_leaves
 
-    def _calls_by_leaf(self) -> dict[str, list[RecordedCall]]:
+    def _calls_by_leaf(self) -> dict[str, list[RecordedUnitCall]]:
         """Returns the unit calls that were given each leaf, by path."""
-        calls: dict[str, list[RecordedCall]] = defaultdict(list)
+        calls: dict[str, list[RecordedUnitCall]] = defaultdict(list)
         for call in self.unit_calls:
             for path in call.leaves:
                 calls[path].append(call)
@@ -337,7 +337,7 @@ class Findings:
         ]
 
     def _gathers(
-        self, call: RecordedCall, path: str, calls: list[RecordedCall]
+        self, call: RecordedUnitCall, path: str, calls: list[RecordedUnitCall]
     ) -> bool:
         """Returns whether ``call`` gathers the leaf: not if a unit around it does.
 
@@ -383,18 +383,18 @@ class Findings:
         return order
 
 
-def _takes(calls: list[RecordedCall], numbers: tuple[int, ...]) -> bool:
+def _takes(calls: list[RecordedUnitCall], numbers: tuple[int, ...]) -> bool:
     """Returns whether unit call ``numbers``, or one around it, is among ``calls``."""
     return any(call.numbers == numbers[: len(call.numbers)] for call in calls)
 
 
-def _owner(calls: list[RecordedCall]) -> tuple[Owned, ...]:
+def _owner(calls: list[RecordedUnitCall]) -> tuple[Owned, ...]:
     owners = {call.owner for call in calls}
     return owners.pop() if len(owners) == 1 else ()
 
 
 def _compute_dtype(
-    path: str, dtype: torch.dtype, calls: list[RecordedCall]
+    path: str, dtype: torch.dtype, calls: list[RecordedUnitCall]
 ) -> torch.dtype | None:
     """Returns the one dtype in which all calls want a leaf, if it is not ``dtype``."""
     if not dtype.is_floating_point:

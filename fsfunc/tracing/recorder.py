@@ -47,7 +47,7 @@ from fsfunc.tracing import runs
 from fsfunc.tracing.groups import (
     Findings,
     Recorded,
-    RecordedCall,
+    RecordedUnitCall,
     local_tensor,
     recorded_tensor,
     unit_placeholder,
@@ -493,7 +493,7 @@ class Recorder(Findings, Tracer, Watcher):
             numbers = call.numbers
             owner = tuple(p for h in laying_out for p in h.owner(numbers[0]))
             cast_text = "" if casts is None else str(casts)
-            recorded_call = RecordedCall(
+            recorded_call = RecordedUnitCall(
                 call.path, numbers, paths, owner, cast_text, dtypes
             )
             self.unit_calls.append(recorded_call)
