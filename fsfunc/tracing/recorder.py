@@ -98,6 +98,7 @@ def record(
     # Forward passes show which units take which leaves, and in which order, so backward
     # passes are left out. An error may be due to that: the whole run below, which these
     # have left no trace for, raises what is wrong in any case.
+    # After a plan no real step runs, which the dry runs could have changed.
     here = maybe_here()
     is_plan = here is not None and not here.link.moves
     # In forward mode a run may raise for the cache of fake tensors alone.
@@ -164,7 +165,7 @@ class _Recording:
             fake_cache=fake_cache,
             restore_outside=False,
             asked_axes=asked_axes,
-            read_error=_TOLD if fake else None,
+            read_error=_VALUE_READ if fake else None,
         ) as mode:
             if makes_fakes:
                 params, other_args = runs.shadows(
@@ -176,7 +177,7 @@ class _Recording:
             handlers = tuple(map(recorder.standing_for, f.handlers))
             f = f.replace(handlers=handlers, tracer=recorder, donated=donated)
             with inside(f), watching(recorder):
-                arguments = recorder.leaves(params, self.splits), *other_args
+                arguments = recorder.wrap_leaves(params, self.splits), *other_args
                 recorder.rank_local_tensors.add(tree.leaves(other_args))
                 with ReadRecorder(recorder):
                     try:
@@ -190,7 +191,7 @@ class _Recording:
         return recorder
 
 
-_TOLD = (
+_VALUE_READ = (
     "the step, recorded on fake tensors,",
     ". Move it out of the step or make it a torch.where; or record one real call with "
     'record="real"',
@@ -246,10 +247,8 @@ class Recorder(Findings, Tracer, Watcher):
     written_by_data: set[str] = field(default_factory=set)
     drawing: set[str] = field(default_factory=set)
     cuts_batch: bool = False
-    _path_by_id: dict[int, str] = field(
-        default_factory=dict
-    )  # by id of a leaf's tensor
-    _gradients: set[int] = field(default_factory=set)  # by id
+    _path_by_id: dict[int, str] = field(default_factory=dict)  # of leaves' tensors
+    _gradients: set[int] = field(default_factory=set)  # the ids of gradients
     # (path, microbatches around) of the leaves by which gradients were taken.
     _differentiated_by: set[tuple[str | None, tuple[tuple[int, int], ...]]] = field(
         default_factory=set
@@ -257,7 +256,7 @@ class Recorder(Findings, Tracer, Watcher):
     # Tensors of which ids are noted above: if freed, an id would be another tensor's.
     _alive: list[Tensor] = field(default_factory=list)
 
-    def leaves(
+    def wrap_leaves(
         self, params: tree.PyTree, splits: Mapping[str, tuple[Split, ...]]
     ) -> tree.PyTree:
         """Returns the step's first argument with :class:`Recorded` leaves."""
@@ -279,12 +278,12 @@ class Recorder(Findings, Tracer, Watcher):
         """
         self.axes |= asked_axes
         taken_leaves = {path for call in self.unit_calls for path in call.leaves}
-        glue_in_losses = all(
+        reads_whole_leaves = all(
             in_loss and p not in taken_leaves for p, in_loss in self.user_reads.items()
         )
         mean_axes = {axis for h in self.handlers for axis in getattr(h, "axes", ())}
         self.needs_no_check &= (
-            self.forward_only and glue_in_losses and not asked_axes & mean_axes
+            self.forward_only and reads_whole_leaves and not asked_axes & mean_axes
         )
         subject = "done with gradients or leaves outside units"
         self.claims.append((subject, "nothing" if self.needs_no_check else "something"))
@@ -366,6 +365,7 @@ class Recorder(Findings, Tracer, Watcher):
 
     def claimed(self, x: tree.Leaf, caller: str) -> None:
         if not (isinstance(x, Tensor) or frame().path):
+            # Another claim of one name bears a prime, to be a line of its own.
             earlier = [name for name, _ in self.claims].count(caller)
             self.claims += told(caller + "'" * earlier, x, answers(()))
 
@@ -392,9 +392,8 @@ class Recorder(Findings, Tracer, Watcher):
         bare_tensors = [
             x for x in tree.leaves(out, is_sharded) if isinstance(x, Tensor)
         ]
-        self.needs_no_check &= not any(
-            map(self.is_leaf, bare_tensors)
-        )  # parts that lost their layout
+        # Parts that are returned as plain tensors have lost their layout.
+        self.needs_no_check &= not any(map(self.is_leaf, bare_tensors))
         if isinstance(state, Tensor):  # such as a loss
             self.rank_local_paths.add("")
         else:
@@ -445,8 +444,10 @@ class Recorder(Findings, Tracer, Watcher):
     ) -> tree.PyTree:
         # Without a transform that lays out, the leaves are not tensors yet.
         params = tree.map(recorded_tensor, params, is_leaf=is_sharded)
-        apart = call.frame.seed is None and not call.frame.path
-        noting = DrawsWithin(self.drawing, call.name) if apart else nullcontext()
+        # In gradient calls units draw by a seed of the call's, and not by the default
+        # generators.
+        by_default = call.frame.seed is None and not call.frame.path
+        noting = DrawsWithin(self.drawing, call.name) if by_default else nullcontext()
         with noting:
             return super().body(call, params, inputs, keywords)
 
@@ -456,9 +457,8 @@ class Recorder(Findings, Tracer, Watcher):
         """Returns a function that records a unit call, and runs it on plain tensors."""
         if noted.handler not in self.handlers:
             self.handlers.append(noted.handler)
-        laying_out: list[Any] = [
-            h for h in call.frame.handlers if h.lays_out
-        ]  # all Noted
+        # All of them are `runs.Noted` now.
+        laying_out: list[Any] = [h for h in call.frame.handlers if h.lays_out]
         # Of several transforms that lay out leaves the outermost one records the call.
         if noted is not laying_out[0]:
             return run
