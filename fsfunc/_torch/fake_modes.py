@@ -28,12 +28,7 @@ from fsfunc._torch.dispatch import (
     OpOverload,
     arguments_of,
 )
-from fsfunc._torch.fake_results import (
-    CPU,
-    fake_result,
-    new_fakes,
-    refuse_communication,
-)
+from fsfunc._torch.fake_results import CPU, fake_result, new_fakes, refuse_communication
 from fsfunc._torch.fake_tensors import device_of
 
 

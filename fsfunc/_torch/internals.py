@@ -67,9 +67,7 @@ def likeness_check(tensors: list[Tensor]) -> Callable[..., bool]:
     ).check
 
 
-def tensor_tables(
-    module: torch.nn.Module,
-) -> tuple[dict[str, Any], dict[str, Any]]:
+def tensor_tables(module: torch.nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
     """Returns the dicts of a module's own parameters and own buffers, by attribute."""
     return module._parameters, module._buffers
 

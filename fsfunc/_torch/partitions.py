@@ -13,10 +13,7 @@ from operator import getitem
 from typing import Any
 
 import torch
-from functorch.compile import (
-    aot_function,
-    min_cut_rematerialization_partition,
-)
+from functorch.compile import aot_function, min_cut_rematerialization_partition
 from torch._functorch import config
 from torch._inductor import list_mode_options
 from torch._inductor.custom_graph_pass import CustomPartitionerFn, get_hash_for_files

@@ -24,6 +24,7 @@ from fsfunc.runtime.memory import StorageTable
 from fsfunc.tracing.operators import FLOPS, OperatorMode, draws
 from fsfunc.tracing.programs import NOWHERE, Draw, Glue, Names, Origins, Value
 from fsfunc.tracing.runs import with_data
+from fsfunc.tree import PyTree
 
 
 class Argument(NamedTuple):
@@ -62,7 +63,7 @@ class RunningUnit:
         """Notes a tensor that is saved for the backward pass."""
         self.saved[_torch.storage_key(x)] = x
 
-    def note_saved_by_graph(self, arguments: tree.PyTree, out: tree.PyTree) -> None:
+    def note_saved_by_graph(self, arguments: PyTree, out: PyTree) -> None:
         """Notes what autograd saved between the arguments and the outputs.
 
         It is read from the graph afterwards, as hooks on saved tensors would forbid
@@ -130,7 +131,7 @@ class Dataflow(OperatorMode):
         self.names.give(x, self.names.argument_name(leaf))
         return x
 
-    def origins_of(self, values: tree.PyTree) -> Origins:
+    def origins_of(self, values: PyTree) -> Origins:
         """Returns the joint origins of the tensors in a tree."""
         origins = NOWHERE
         for x in tensors_in(values):
@@ -222,7 +223,7 @@ class Dataflow(OperatorMode):
             self.mutated.add(owner)
 
 
-def tensors_in(values: tree.PyTree) -> list[Tensor]:
+def tensors_in(values: PyTree) -> list[Tensor]:
     """Returns the tensors among the leaves of a tree."""
     return [x for x in tree.leaves(values) if isinstance(x, Tensor)]
 
@@ -231,10 +232,10 @@ def run_on_data(
     flow: Dataflow,
     fake: FakeTensorMode | None,
     call: Call,
-    params: tree.PyTree,
-    inputs: tuple[tree.PyTree, ...],
-    keywords: dict[str, tree.PyTree],
-) -> tree.PyTree:
+    params: PyTree,
+    inputs: tuple[PyTree, ...],
+    keywords: dict[str, PyTree],
+) -> PyTree:
     """Returns a unit's outputs as fake tensors, from one run on tensors with data.
 
     Those hold ones, and zeros if of integers (`runs.with_data`). Of the outputs only

@@ -23,6 +23,7 @@ from fsfunc.sharded.layout import Layout, Owned
 from fsfunc.sharded.leaf import OPERATORS, FlatShard, Sharded, is_sharded
 from fsfunc.sharded.placements import Placement
 from fsfunc.tracing.runs import LaysOut
+from fsfunc.tree import Leaf
 
 
 class Recorded(Sharded):
@@ -43,7 +44,7 @@ class Recorded(Sharded):
     def _refuse(self, message: str) -> NoReturn:
         raise RuntimeError(message)
 
-    def tree_beside(self, other: tree.Leaf) -> list[tree.Leaf] | None:
+    def tree_beside(self, other: Leaf) -> list[Leaf] | None:
         # What no unit takes stays a plain tensor; what one does, a later run refuses.
         other = recorded_tensor(other)
         if isinstance(other, Tensor) and other.shape == self.layout.shape:
@@ -68,17 +69,17 @@ class Recorded(Sharded):
         return func(*tensors[0], **tensors[1])
 
 
-def recorded_tensor(x: tree.Leaf) -> tree.Leaf:
+def recorded_tensor(x: Leaf) -> Leaf:
     """Returns the tensor that a recorded leaf passes for; anything else as it is."""
     return x.local if isinstance(x, Recorded) else x
 
 
-def local_tensor(x: tree.Leaf) -> tree.Leaf:
+def local_tensor(x: Leaf) -> Leaf:
     """Returns the tensor that this rank holds of a leaf; anything else as it is."""
     return x.local if isinstance(x, Sharded) else x
 
 
-def whole_placeholder(x: tree.Leaf) -> tree.Leaf:
+def whole_placeholder(x: Leaf) -> Leaf:
     """Returns what a unit is given for a leaf that has a layout already: zeros."""
     if not isinstance(x, Sharded):
         return x
@@ -89,7 +90,7 @@ def whole_placeholder(x: tree.Leaf) -> tree.Leaf:
     return Sharded(part.new_zeros(part_shape), layout)
 
 
-def unit_placeholder(x: tree.Leaf, layout: Layout) -> tree.Leaf:
+def unit_placeholder(x: Leaf, layout: Layout) -> Leaf:
     """Returns what a unit is given for a recorded leaf: a tensor, or a rank's part.
 
     Args:
@@ -190,12 +191,7 @@ _GroupKey: TypeAlias = tuple[
 # The unit, the dtype, the names of the first leaves, the paths, the owner, and the
 # dtype to compute in.
 _MergedGroup: TypeAlias = tuple[
-    tuple[str, ...],
-    torch.dtype,
-    str,
-    list[str],
-    tuple[Owned, ...],
-    torch.dtype | None,
+    tuple[str, ...], torch.dtype, str, list[str], tuple[Owned, ...], torch.dtype | None
 ]
 
 

@@ -24,14 +24,9 @@ from fsfunc.comm.descriptions import checksums, has_values
 from fsfunc.runtime.memory import StorageTable
 from fsfunc.sharded.leaf import is_sharded
 from fsfunc.tracing.operators import partial_view
-from fsfunc.tracing.provenance import (
-    NOTHING,
-    Gradient,
-    Provenance,
-    RowChoice,
-    Rows,
-)
+from fsfunc.tracing.provenance import NOTHING, Gradient, Provenance, RowChoice, Rows
 from fsfunc.tracing.types import PARTS, Kind, Operand, joint_kind
+from fsfunc.tree import PyTree
 
 
 class TensorFacts(NamedTuple):
@@ -178,13 +173,13 @@ class FactTable:
         )
         return Provenance(frozenset((rows,)))
 
-    def tensors_in(self, values: tree.PyTree) -> list[Tensor]:
+    def tensors_in(self, values: PyTree) -> list[Tensor]:
         """Returns the tensors of a tree; of sharded leaves this rank's parts."""
         leaves = tree.leaves(values, is_leaf=is_sharded)
         leaves = [x._local if is_sharded(x) else x for x in leaves]
         return [x for x in leaves if isinstance(x, Tensor)]
 
-    def provenances(self, values: tree.PyTree) -> list[Provenance]:
+    def provenances(self, values: PyTree) -> list[Provenance]:
         """Returns of what each tensor of a tree is made."""
         return [self.provenance(x) for x in self.tensors_in(values)]
 

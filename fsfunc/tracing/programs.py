@@ -19,7 +19,7 @@ from fsfunc import tree
 from fsfunc.printing.folding import folded
 from fsfunc.runtime.memory import StorageTable
 from fsfunc.sharded.placements import describe
-from fsfunc.tree import PyTree
+from fsfunc.tree import Leaf, PyTree, TreeDef
 
 
 class Value(NamedTuple):
@@ -44,7 +44,7 @@ class Spec:
     device: torch.device = field(default=torch.device("cpu"), repr=False)
 
     @classmethod
-    def of(cls, x: tree.Leaf) -> tree.Leaf:
+    def of(cls, x: Leaf) -> Leaf:
         """Returns the spec of a tensor; anything else as it is."""
         if not isinstance(x, Tensor):
             return x
@@ -71,11 +71,11 @@ class Outputs:
         leaves: a :class:`Spec` for each tensor; other leaves as they are.
     """
 
-    treedef: tree.TreeDef
-    leaves: tuple[tree.Leaf, ...]
+    treedef: TreeDef
+    leaves: tuple[Leaf, ...]
 
     @classmethod
-    def of(cls, values: tree.PyTree) -> Outputs:
+    def of(cls, values: PyTree) -> Outputs:
         leaves, treedef = tree.flatten(values)
         return cls(treedef, tuple(map(Spec.of, leaves)))
 
@@ -83,7 +83,7 @@ class Outputs:
         return _outputs_text(tree.unflatten(self.treedef, self.leaves))
 
 
-def _outputs_text(x: tree.PyTree) -> str:
+def _outputs_text(x: PyTree) -> str:
     """Returns the text for a tree of specs and plain values."""
     if tree.paths(x) == [""]:
         return str(x) if isinstance(x, Spec) else repr(x)
@@ -269,7 +269,7 @@ def below(root: str, path: str) -> str:
     return f"{root}/{path}" if root and path else root or path
 
 
-def nested_text(value: tree.PyTree, describe_item: Callable[[tree.PyTree], str]) -> str:
+def nested_text(value: PyTree, describe_item: Callable[[PyTree], str]) -> str:
     """Returns the text for a tree.
 
     Args:
@@ -330,7 +330,7 @@ class Names:
         """Returns the name of a leaf of the loss's arguments."""
         return below(self.root, leaf.name) if leaf.parameter else leaf.name
 
-    def text_of(self, x: tree.Leaf) -> str:
+    def text_of(self, x: Leaf) -> str:
         """Returns the text for one leaf."""
         if isinstance(x, Tensor):
             if view_names := self._names.get(x):

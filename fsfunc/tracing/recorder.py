@@ -12,14 +12,7 @@ calls (`runs.Noted`), and one that recomputes by none.
 from __future__ import annotations
 
 import math
-from collections.abc import (
-    Callable,
-    Collection,
-    Hashable,
-    Iterable,
-    Mapping,
-    Sequence,
-)
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -57,13 +50,14 @@ from fsfunc.tracing.operators import DrawsWithin
 from fsfunc.tracing.rules import rule_error
 from fsfunc.tracing.steadiness import NumbersGiven, Steadiness, observe_numbers
 from fsfunc.tracing.torch_calls import RankLocalTensors, ReadRecorder, check_tracked
+from fsfunc.tree import Leaf, PyTree
 
 
 @heard()
 def record(
-    fn: Callable[..., tree.PyTree],
-    params: tree.PyTree,
-    other_args: tuple[tree.PyTree, ...],
+    fn: Callable[..., PyTree],
+    params: PyTree,
+    other_args: tuple[PyTree, ...],
     data: str = "fake",
     splits: Mapping[str, tuple[Split, ...]] | None = None,
     rank_local: Collection[str] = (),
@@ -139,9 +133,9 @@ class _Recording:
     ``splits`` and ``rank_local`` as for `record`.
     """
 
-    fn: Callable[..., tree.PyTree]
-    params: tree.PyTree
-    other_args: tuple[tree.PyTree, ...]
+    fn: Callable[..., PyTree]
+    params: PyTree
+    other_args: tuple[PyTree, ...]
     fake: bool
     splits: Mapping[str, tuple[Split, ...]]
     rank_local: Collection[str]
@@ -257,8 +251,8 @@ class Recorder(Findings, Tracer, Watcher):
     _alive: list[Tensor] = field(default_factory=list)
 
     def wrap_leaves(
-        self, params: tree.PyTree, splits: Mapping[str, tuple[Split, ...]]
-    ) -> tree.PyTree:
+        self, params: PyTree, splits: Mapping[str, tuple[Split, ...]]
+    ) -> PyTree:
         """Returns the step's first argument with :class:`Recorded` leaves."""
         paths, leaves, treedef = tree.flatten_with_paths(params, is_leaf=is_sharded)
         for i, (path, x) in enumerate(zip(paths, leaves, strict=True)):
@@ -292,7 +286,7 @@ class Recorder(Findings, Tracer, Watcher):
         self._path_by_id[id(x)] = path
         self._alive.append(x)
 
-    def in_batch(self, leaves: list[tree.Leaf]) -> list[tree.Leaf]:
+    def in_batch(self, leaves: list[Leaf]) -> list[Leaf]:
         # In the real call a rank's own leaf is a plain tensor, and is cut with the
         # batch. The layouts of the others are not decided yet.
         self.cuts_batch = True
@@ -304,7 +298,7 @@ class Recorder(Findings, Tracer, Watcher):
             for x, is_local in zip(leaves, is_rank_local, strict=True)
         ]
 
-    def add_notes(self, error: Exception, other_args: tuple[tree.PyTree, ...]) -> None:
+    def add_notes(self, error: Exception, other_args: tuple[PyTree, ...]) -> None:
         """Adds notes to an error of the step that may be due to the recording.
 
         Args:
@@ -325,18 +319,15 @@ class Recorder(Findings, Tracer, Watcher):
     def called(
         self,
         key: tuple[Hashable, ...],
-        args: tuple[tree.PyTree, ...],
-        keywords: dict[str, tree.PyTree],
+        args: tuple[PyTree, ...],
+        keywords: dict[str, PyTree],
         mean: Sequence[str],
     ) -> None:
         """Records the signature of a call of a sharded function."""
         self.call_keys.append(key)
 
     def gradients(
-        self,
-        leaves: Sequence[tree.Leaf],
-        gradients: Sequence[Tensor],
-        aux: tree.PyTree,
+        self, leaves: Sequence[Leaf], gradients: Sequence[Tensor], aux: PyTree
     ) -> None:
         """Records the gradients of a gradient call, with the layouts of its leaves."""
         self.rank_local_tensors.add(tree.leaves(aux))
@@ -363,13 +354,13 @@ class Recorder(Findings, Tracer, Watcher):
         if needs_type or self.is_leaf(x):
             self.needs_no_check = False
 
-    def claimed(self, x: tree.Leaf, caller: str) -> None:
+    def claimed(self, x: Leaf, caller: str) -> None:
         if not (isinstance(x, Tensor) or frame().path):
             # Another claim of one name bears a prime, to be a line of its own.
             earlier = [name for name, _ in self.claims].count(caller)
             self.claims += told(caller + "'" * earlier, x, answers(()))
 
-    def record_returned(self, args: Sequence[tree.PyTree], out: tree.PyTree) -> None:
+    def record_returned(self, args: Sequence[PyTree], out: PyTree) -> None:
         """Records the returned state, of which leaves may be each rank's own."""
         state = runs.returned_state(args, out)
         leaves = tree.leaves(state, is_leaf=is_sharded)
@@ -404,7 +395,7 @@ class Recorder(Findings, Tracer, Watcher):
     def owned(self, x: Tensor, where: RankGroup, caller: str) -> None:
         self.needs_no_check = self.needs_no_check and where.mean
 
-    def heard(self, values: tree.PyTree) -> tree.PyTree:
+    def heard(self, values: PyTree) -> PyTree:
         return observe_numbers(values, self.answer)
 
     def answer(self, compared: bool) -> bool:
@@ -412,11 +403,11 @@ class Recorder(Findings, Tracer, Watcher):
         self.needs_no_check = False
         return compared
 
-    def is_leaf(self, x: tree.Leaf) -> bool:
+    def is_leaf(self, x: Leaf) -> bool:
         """Returns whether ``x`` stands for a leaf, or for the gradient by one."""
         return id(x) in self._gradients or self.path_of(x) is not None
 
-    def path_of(self, x: tree.Leaf) -> str | None:
+    def path_of(self, x: Leaf) -> str | None:
         """Returns the path of the leaf that ``x`` is, or stands for; else None."""
         if isinstance(x, Recorded):
             return x.layout.name
@@ -438,10 +429,10 @@ class Recorder(Findings, Tracer, Watcher):
     def body(
         self,
         call: Call,
-        params: tree.PyTree,
-        inputs: tuple[tree.PyTree, ...],
-        keywords: dict[str, tree.PyTree],
-    ) -> tree.PyTree:
+        params: PyTree,
+        inputs: tuple[PyTree, ...],
+        keywords: dict[str, PyTree],
+    ) -> PyTree:
         # Without a transform that lays out, the leaves are not tensors yet.
         params = tree.map(recorded_tensor, params, is_leaf=is_sharded)
         # In gradient calls units draw by a seed of the call's, and not by the default
@@ -452,8 +443,8 @@ class Recorder(Findings, Tracer, Watcher):
             return super().body(call, params, inputs, keywords)
 
     def unit(
-        self, noted: runs.Noted, run: Callable[..., tree.PyTree], call: Call
-    ) -> Callable[..., tree.PyTree]:
+        self, noted: runs.Noted, run: Callable[..., PyTree], call: Call
+    ) -> Callable[..., PyTree]:
         """Returns a function that records a unit call, and runs it on plain tensors."""
         if noted.handler not in self.handlers:
             self.handlers.append(noted.handler)
@@ -463,9 +454,7 @@ class Recorder(Findings, Tracer, Watcher):
         if noted is not laying_out[0]:
             return run
 
-        def recorded(
-            params: tree.PyTree, /, *inputs: tree.PyTree, **keywords: tree.PyTree
-        ) -> tree.PyTree:
+        def recorded(params: PyTree, /, *inputs: PyTree, **keywords: PyTree) -> PyTree:
             leaves, treedef = tree.flatten(params, is_leaf=is_sharded)
             sharded = filter(is_sharded, leaves)
             self.takes(f"unit {call.name!r}", sharded)
@@ -503,10 +492,10 @@ class Recorder(Findings, Tracer, Watcher):
 
         return recorded
 
-    def takes(self, name: str, leaves: Iterable[tree.Leaf]) -> None:
+    def takes(self, name: str, leaves: Iterable[Leaf]) -> None:
         check_tracked(name, ((self.path_of(x), local_tensor(x)) for x in leaves))
 
-    def _record_output(self, x: tree.Leaf) -> tree.Leaf:
+    def _record_output(self, x: Leaf) -> Leaf:
         """Returns an output of a unit; of a leaf returned as it is, a view.
 
         In the real call it is what was gathered, and no leaf of the state.
@@ -517,7 +506,7 @@ class Recorder(Findings, Tracer, Watcher):
             return x.with_local(x.local.view_as(x.local))
         return recorded_tensor(x).view_as(recorded_tensor(x))
 
-    def record_read(self, values: Sequence[tree.Leaf], by_library: bool) -> None:
+    def record_read(self, values: Sequence[Leaf], by_library: bool) -> None:
         """Records that a torch function reads these values.
 
         Args:
@@ -545,7 +534,7 @@ class Recorder(Findings, Tracer, Watcher):
 
 
 def refuse_hidden(
-    recorder: Recorder, arguments: Sequence[tree.PyTree], returned: Sequence[tree.Leaf]
+    recorder: Recorder, arguments: Sequence[PyTree], returned: Sequence[Leaf]
 ) -> None:
     """Raises where a unit's leaves were written by ``.data`` and returned as they came.
 
@@ -571,7 +560,7 @@ def refuse_hidden(
             raise rule_error("hidden", NotATensor, leaf=x.name)
 
 
-def refuse_reshaped(returned: Sequence[tree.Leaf]) -> None:
+def refuse_reshaped(returned: Sequence[Leaf]) -> None:
     """Raises where a leaf of the state is returned in another shape than it came in.
 
     In the real call this rank's part is 1-D before and after: it would be taken for the

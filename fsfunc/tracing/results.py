@@ -36,6 +36,7 @@ from fsfunc.tracing.provenance import (
 )
 from fsfunc.tracing.rules import rule_error
 from fsfunc.tracing.types import PARTS, Kind, Operand
+from fsfunc.tree import Leaf, PyTree
 
 
 @dataclass(frozen=True)
@@ -251,7 +252,7 @@ def _chosen_rows(
     return provenances
 
 
-def rows_of_derivative(table: FactTable, outputs: tree.PyTree) -> list[Provenance]:
+def rows_of_derivative(table: FactTable, outputs: PyTree) -> list[Provenance]:
     """Returns the rows that a derivative is of, as its cotangents choose them.
 
     A cotangent with a one among zeros chooses a row of the loss.
@@ -306,9 +307,7 @@ def placed_facts(x: Sharded, kind: Kind, name: str) -> TensorFacts:
     return TensorFacts(kind, name, flat=kind is Kind.I and x.ndim > 1)
 
 
-def gradient_pairs(
-    arguments: tree.PyTree, gradients: tree.PyTree
-) -> list[tuple[tree.Leaf, tree.Leaf]]:
+def gradient_pairs(arguments: PyTree, gradients: PyTree) -> list[tuple[Leaf, Leaf]]:
     """Returns each leaf that is differentiated, with its gradient."""
     leaves, treedef = tree.flatten(arguments, is_leaf=is_sharded)
     grads: list[Any] = treedef.flatten_up_to(gradients)  # type: ignore[arg-type]

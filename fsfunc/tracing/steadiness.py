@@ -42,6 +42,7 @@ from fsfunc.comm.attribution import (
 from fsfunc.core.frames import frame
 from fsfunc.sharded.leaf import is_sharded
 from fsfunc.tracing.rules import rule_error
+from fsfunc.tree import Leaf, PyTree
 from fsfunc.tree.structure import count_as_leaf
 
 Number: TypeAlias = int | float | complex
@@ -126,7 +127,7 @@ class StandIns:
 AnswerComparison: TypeAlias = "Callable[[bool], bool | Tensor]"
 
 
-def observe_numbers(arguments: tree.PyTree, answer: AnswerComparison) -> tree.PyTree:
+def observe_numbers(arguments: PyTree, answer: AnswerComparison) -> PyTree:
     """Returns a tree in which numbers and words observe how they are compared.
 
     Args:
@@ -136,7 +137,7 @@ def observe_numbers(arguments: tree.PyTree, answer: AnswerComparison) -> tree.Py
     return tree.map(lambda x: _observed(x, answer), arguments, is_leaf=is_sharded)
 
 
-def _observed(x: tree.Leaf, answer: AnswerComparison) -> tree.Leaf:
+def _observed(x: Leaf, answer: AnswerComparison) -> Leaf:
     if (observing := _OBSERVING.get(type(x))) is None:
         return x
     observed = observing(x)
@@ -400,7 +401,7 @@ class RestoresOutside(TorchFunctionMode):
                 self._save(x)
         return func(*args, **kwargs)
 
-    def _save(self, x: tree.Leaf) -> None:
+    def _save(self, x: Leaf) -> None:
         """Copies a tensor that is written for the first time, if it has data."""
         real = isinstance(x, Tensor) and not isinstance(x, _torch.FakeTensor)
         if real and not _torch.is_wrapped(x) and id(x) not in self._saved:
@@ -444,7 +445,7 @@ def _version(x: Tensor) -> int:
     return -1 if x.is_inference() else x._version
 
 
-def refuse_fakes(out: tree.PyTree) -> None:
+def refuse_fakes(out: PyTree) -> None:
     """Raises where a real call returns a tensor without data, which a dry run left.
 
     Raises:

@@ -45,6 +45,7 @@ from fsfunc.tracing.programs import (
     below,
 )
 from fsfunc.tracing.runs import place_without_data, without_data
+from fsfunc.tree import PyTree
 
 _VALUE_READ = (
     "the loss",
@@ -157,10 +158,10 @@ class TracingStage(Stage):
     def decide(
         self,
         call: Call,
-        params: tree.PyTree,
-        inputs: tuple[tree.PyTree, ...],
-        keywords: dict[str, tree.PyTree],
-    ) -> tree.PyTree:
+        params: PyTree,
+        inputs: tuple[PyTree, ...],
+        keywords: dict[str, PyTree],
+    ) -> PyTree:
         """Runs and notes a unit call of the loss; returns copies of its outputs."""
         name, line, flow = call.unit.__name__, source_line(), self.flow
         if _torch.functorch_active() or call.frame.counter is not self.counter:
@@ -219,10 +220,10 @@ class TracingStage(Stage):
         self,
         body: RunningUnit,
         call: Call,
-        params: tree.PyTree,
-        inputs: tuple[tree.PyTree, ...],
-        keywords: dict[str, tree.PyTree],
-    ) -> tree.PyTree:
+        params: PyTree,
+        inputs: tuple[PyTree, ...],
+        keywords: dict[str, PyTree],
+    ) -> PyTree:
         """Runs the unit's function on fake tensors, or else on copies with data."""
         try:
             out = call.body(params, *inputs, **keywords)
@@ -243,8 +244,8 @@ class TracingStage(Stage):
         return out
 
     def _separate(
-        self, body: RunningUnit, out: tree.PyTree, number: int
-    ) -> tuple[tree.PyTree, Outputs]:
+        self, body: RunningUnit, out: PyTree, number: int
+    ) -> tuple[PyTree, Outputs]:
         """Returns a unit's outputs, each in a storage of its own, and what they are.
 
         On another stage they arrive by messages, in memory of their own: dependencies,
@@ -272,7 +273,7 @@ class TracingStage(Stage):
                 del body.saved[key]  # that of a parameter, or of an input
         return tree.unflatten(treedef, leaves), outputs
 
-    def finish(self, name: str, out: tree.PyTree) -> Program:
+    def finish(self, name: str, out: PyTree) -> Program:
         """Returns the program of a loss that returned ``out``."""
         flow = self.flow
         loss = Loss(Outputs.of(out), flow.origins_of(out), flow.names.text_of_tree(out))
@@ -306,8 +307,8 @@ def _labels(fn: Callable[..., Any], count: int) -> list[str]:
 
 
 def _blank_argument(
-    stage: TracingStage, argument: tree.PyTree, label: str, is_parameter: bool = False
-) -> tree.PyTree:
+    stage: TracingStage, argument: PyTree, label: str, is_parameter: bool = False
+) -> PyTree:
     """Returns an argument as fake tensors, each in a storage of its own.
 
     Args:
