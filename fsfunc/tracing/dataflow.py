@@ -91,10 +91,13 @@ class Dataflow(OperatorMode):
         shared: by storage, the unit of which an output lies there with another tensor.
     """
 
+    owner: StorageTable[Argument | Value]
+    shared: StorageTable[str]
+
     def __init__(self, names: Names):
         super().__init__()
         self.names = names
-        self.call_count = 0
+        self.call_count: int = 0
         self.running_unit: RunningUnit | None = None
         self.glue: list[Glue] = []
         self.draws: list[Draw] = []

@@ -85,7 +85,7 @@ class FactTable:
     """
 
     def __init__(self) -> None:
-        self.rank_local = OwnTensors()
+        self.rank_local: OwnTensors = OwnTensors()
         self._facts = StorageTable[TensorFacts]()
         self._leaf_ranges = StorageTable[list[_LeafRange]]()  # of packed buffers
         self._paired = StorageTable[bool]()  # see `mark_paired`
@@ -409,7 +409,7 @@ class OwnTensors:
     def __init__(self) -> None:
         self._tensors = StorageTable[list[_OwnTensor]]()
         self._lengths: dict[int, int] = {}  # by the key of a value: its rows
-        self.were_sliced = False
+        self.were_sliced: bool = False
 
     def add(self, x: Tensor, value: int, name: str) -> None:
         """Adds an own tensor that fills its memory, or a range of it.

@@ -200,6 +200,9 @@ def is_random(
 class DrawsWithin(OperatorMode):
     """Adds ``name`` to ``names`` if what runs inside draws from a default generator."""
 
+    names: set[str]
+    name: str
+
     def __init__(self, names: set[str], name: str):
         super().__init__()
         self.names, self.name = names, name

@@ -312,6 +312,9 @@ class Names:
         params: the paths of all parameters below it.
     """
 
+    root: str
+    params: tuple[str, ...]
+
     def __init__(self, root: str, params: Sequence[str]):
         self.root, self.params = root, tuple(params)
         # By view; the name given last stands at None, for views that have none.

@@ -168,6 +168,9 @@ class DueCall(Claims):
         batch: its arguments after the state.
     """
 
+    number: int
+    batch: PyTree
+
     def __init__(self, number: int, batch: PyTree):
         super().__init__()
         self.number, self.batch = number, batch
@@ -185,6 +188,10 @@ class Replicas:
         together: the axes whose ranks are given one batch, from the last layout.
         calls: the number of calls, by rank, since the state was laid out.
     """
+
+    updates: bool
+    draws: bool
+    together: SharedBatchAxes
 
     def __init__(self) -> None:
         self.updates, self.draws, self.together = False, False, ()

@@ -269,6 +269,9 @@ class Noted(Interpretation):
         recorder: is called for each unit call.
     """
 
+    handler: LaysOut
+    recorder: NotesUnits
+
     lays_out = True
 
     def __init__(self, handler: LaysOut, recorder: NotesUnits):

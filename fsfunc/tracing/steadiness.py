@@ -68,6 +68,11 @@ class StandIns:
         variants: how many variants there are, by what was read so far.
     """
 
+    rank: int
+    odd: bool | None
+    variant: int
+    variants: int
+
     def __init__(self, rank: int, odd: bool | None, variant: int = 0):
         self.rank, self.odd, self.variant, self.variants = rank, odd, variant, 1
         self._count: Counter[str] = Counter()  # of the values read at each line
@@ -267,6 +272,9 @@ class Steadiness:
             run.
         lines: those of the user's calls that transforms run code for.
     """
+
+    numbers: Sequence[NumbersGiven]
+    lines: Iterable[str]
 
     def __init__(
         self,

@@ -149,9 +149,12 @@ class TracingStage(Stage):
         fake: the mode that makes fake tensors; None if one was on already.
     """
 
+    flow: Dataflow
+    fake: FakeTensorMode | None
+
     def __init__(self, flow: Dataflow, fake: FakeTensorMode | None):
         self.flow, self.fake = flow, fake
-        self.counter = Counter()
+        self.counter: Counter = Counter()
         self.calls: list[TracedCall] = []
         self.leaves: dict[int, Argument] = {}
 

@@ -409,6 +409,9 @@ class TypeCheck(FirstCalls):
             on this.
     """
 
+    replicas: Replicas
+    equal_batch_axes: frozenset[str]
+
     def __init__(self, equal_batch_axes: Iterable[str] = ()) -> None:
         super().__init__()
         self.replicas, self.equal_batch_axes = Replicas(), frozenset(equal_batch_axes)

@@ -110,6 +110,14 @@ class TypedOperators(OperatorMode):
         seed_count: how many cotangents of ones torch makes next.
     """
 
+    axes: tuple[str, ...]
+    stand_ins: StandIns
+    varying: set[int]
+    facts: FactTable
+    nodes: AutogradNodes
+    draws: bool
+    combines_numbers: bool
+
     def __init__(
         self,
         axes: tuple[str, ...],
@@ -122,14 +130,14 @@ class TypedOperators(OperatorMode):
         self.local_kind = Kind.A if alone else Kind.V
         self.events: list[SharedOp] = []
         self.facts, self.nodes = FactTable(), AutogradNodes()
-        self.split_work = SplitWork(axes)
+        self.split_work: SplitWork = SplitWork(axes)
         self.unit_memory: set[int] = set()
         self.draws = self.combines_numbers = False
         self.drawing: set[str] = set()
         self.captured: list[Provenance] = []
         self.is_indexing = False
         self._names_dims = False  # whether the operator that is typed was given dims
-        self.seed_count = 0
+        self.seed_count: int = 0
         self._paused = False  # while the check runs operators of its own
 
     def operator(
