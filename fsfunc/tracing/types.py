@@ -40,7 +40,7 @@ class Kind(Enum):
     """How a value of a step differs between ranks: see the table above."""
 
     K = 1  # a constant
-    I = 2  # replicated
+    I = 2  # replicated  # noqa: E741
     A = 3  # own values, equal on all ranks
     V = 4  # a rank's own
     S = 5  # a part of a leaf
