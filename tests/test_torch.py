@@ -52,8 +52,8 @@ def test_the_levels_that_differentiate_and_map_a_tensor_are_told():
     seen = []
 
     def look(w, x):
-        seen.append((_torch.differentiated_at(w), _torch.mapped_at(x)))
-        assert _torch.mapping_levels() == seen[-1][1], breaks(what)
+        seen.append((_torch.differentiation_level(w), _torch.vmap_levels_of(x)))
+        assert _torch.vmap_levels() == seen[-1][1], breaks(what)
         return (w * x).sum()
 
     what = "per-sample derivatives of sharded leaves are not told, and mix the ranks"
@@ -70,7 +70,7 @@ def test_the_dim_that_is_mapped_is_told_by_its_stride():
     seen = []
 
     def look(x):
-        seen.append(_torch.mapped_dim(x))
+        seen.append(_torch.vmap_dim(x))
         return x.sum()
 
     torch.func.vmap(look, 1)(torch.ones(2, 3))
@@ -137,22 +137,22 @@ def test_a_storage_has_one_key():
 
 
 def test_it_is_seen_whether_devices_have_threads():
-    seen = [_torch.device_threads()]
+    seen = [_torch.uses_device_threads()]
     with torch.autograd.set_multithreading_enabled(False):
-        seen.append(_torch.device_threads())
+        seen.append(_torch.uses_device_threads())
         with torch.inference_mode(False):
-            seen.append(_torch.device_threads())
-        seen.append(_torch.device_threads())
+            seen.append(_torch.uses_device_threads())
+        seen.append(_torch.uses_device_threads())
     for on in (False, True):
-        _torch.set_device_threads(on)
-        seen.append(_torch.device_threads())
+        _torch.set_uses_device_threads(on)
+        seen.append(_torch.uses_device_threads())
     what = "a backward pass on a GPU finds no frame, and ranks no rank"
     assert seen == [True, False, True, False, False, True], breaks(what)
 
 
 def test_holders_of_a_storage_are_counted():
     storage = torch.UntypedStorage(16)
-    held = lambda: _torch.uses_of(storage._cdata)  # noqa: E731
+    held = lambda: _torch.storage_uses_by_key(storage._cdata)  # noqa: E731
     what = "the pool hands out memory that somebody still reads, or never again"
     assert held() == 1, breaks(what)
     x = torch.empty(0).set_(storage, 0, (4,))
@@ -183,7 +183,7 @@ UNLIKE = {
 @pytest.mark.parametrize("how", UNLIKE)
 def test_unlike_tensors_are_told_in_one_call(how):
     x, y = torch.ones(2, 3), torch.zeros(2, 3)
-    check = _torch.alike([x, y])
+    check = _torch.likeness_check([x, y])
     what = "an update takes tensors for those of the step before, which were others"
     assert check(x, y) and check(y + 1, x + 2), breaks(what)
     other = UNLIKE[how](y)
@@ -245,7 +245,7 @@ def test_comparisons_of_residuals_are_hidden_from_modes_of_functions():
 
     x = torch.ones(4, 2)
     with Seeing():
-        near = _torch.nearness(_torch.saved_norms(x), x)
+        near = _torch.norms_are_near(_torch.saved_norms(x), x)
         alike = _torch.all_true([near])
     what = "first_difference takes remat's own sums for what a unit computes"
     names = {getattr(func, "__name__", "") for func in seen}
@@ -260,7 +260,7 @@ def test_a_tensor_may_change_its_class():
         x + 1
     with pytest.raises(KeyError):
         _ = x.shape
-    with _torch.plain_tensors():
+    with _torch.as_plain_tensors():
         assert x.shape == (3,) and x._version == 0, breaks(what)
     x.__class__ = Tensor
     assert (x + 1).tolist() == [2, 2, 2], breaks(what)
@@ -269,16 +269,16 @@ def test_a_tensor_may_change_its_class():
 def test_it_is_known_when_autograd_alone_looks():
     what = "a leaf's part is made where a transform or a mode sees it"
     x, mode = torch.ones(()), fake_modes.fake_mode_of([])
-    assert _torch.plainly(x), breaks(what)
+    assert _torch.only_autograd_sees(x), breaks(what)
     seen = []
-    torch.func.grad(lambda x: (seen.append(_torch.plainly(x)), x)[1])(x)
+    torch.func.grad(lambda x: (seen.append(_torch.only_autograd_sees(x)), x)[1])(x)
     with torch.no_grad():
-        seen.append(_torch.plainly(x))
+        seen.append(_torch.only_autograd_sees(x))
     with FlopCounterMode(display=False):
-        seen.append(_torch.plainly(x))
+        seen.append(_torch.only_autograd_sees(x))
     with mode:
-        assert _torch.plainly(torch.ones(())), "modes are to see fakes"
-        seen.append(_torch.plainly(x))
+        assert _torch.only_autograd_sees(torch.ones(())), "modes are to see fakes"
+        seen.append(_torch.only_autograd_sees(x))
     assert seen == [False] * 4, breaks(what)
 
 
@@ -314,7 +314,7 @@ def test_the_compiler_tells_which_function_it_may_not_look_into():
             torch.ones(2)
         )
     what = "a unit with a collective is refused by jit in words of the compiler"
-    assert _torch.is_of_compiler(caught.value), breaks(what)
+    assert _torch.is_compiler_error(caught.value), breaks(what)
 
 
 def test_the_graph_can_be_walked_and_saved_tensors_replaced():
@@ -364,7 +364,7 @@ def test_errors_of_the_compiler_are_told():
     )
     with pytest.raises(Exception, match="ranch") as found:
         branches(torch.ones(2))
-    assert _torch.is_of_compiler(found.value), breaks(what)
+    assert _torch.is_compiler_error(found.value), breaks(what)
     scaled = torch.compile(
         lambda x, k: x * k, backend="eager", fullgraph=True, dynamic=False
     )
@@ -373,8 +373,8 @@ def test_errors_of_the_compiler_are_told():
             for k in range(3):
                 scaled(torch.ones(2), k / 3)
     torch._dynamo.reset()
-    assert _torch.is_of_compiler(found.value), breaks(what)
-    assert not _torch.is_of_compiler(KeyError())
+    assert _torch.is_compiler_error(found.value), breaks(what)
+    assert not _torch.is_compiler_error(KeyError())
 
 
 def test_a_meta_tensor_is_a_fake_one_of_the_cpu():
@@ -427,7 +427,7 @@ def test_a_schema_says_what_an_operator_writes():
         (aten.native_batch_norm.default, (x, x, x, x, y, False, 0, 0), {}, []),
         (aten.native_batch_norm.default, (x, x, x, None, None, True, 0, 0), {}, []),
     ):
-        found = _torch.written(op, args, kwargs)
+        found = _torch.tensors_written(op, args, kwargs)
         assert list(map(id, found)) == list(map(id, expected)), breaks(what)
     what = "remat would keep a value under the operator that made a view of it"
     for op, makes in (
@@ -442,24 +442,24 @@ def test_products_say_what_they_multiplied():
     bias = torch.ones(4, requires_grad=True)
     what = "a pipeline makes each weight gradient in memory of its own"
     for y in x @ w, torch.addmm(bias, x, w):
-        assert products.kind_of(y.grad_fn) == "product", breaks(what)
+        assert products.node_kind(y.grad_fn) == "product", breaks(what)
         assert torch.equal(products.first_factor(y.grad_fn), x), breaks(what)
         assert products.weight_edge(y.grad_fn)[0].variable is w, breaks(what)
     assert products.weight_edge((x @ w.detach()).grad_fn) is None
     assert products.weight_edge(torch.addmm(bias, x, w, alpha=2).grad_fn) is None
     assert products.weight_edge((x * x).grad_fn) is None
     kinds = [x.t().grad_fn, x.view(6).grad_fn, (x * 1).grad_fn.next_functions[0][0]]
-    found = list(map(products.kind_of, kinds))
+    found = list(map(products.node_kind, kinds))
     assert found == ["turn", "view", "leaf"], breaks(what)
-    assert products.kind_of(x.exp().grad_fn) is None
+    assert products.node_kind(x.exp().grad_fn) is None
 
 
 def test_lookups_say_what_they_looked_up():
     w, rows = torch.ones(4, 2, requires_grad=True), torch.tensor([[1, 3]])
     look, what = torch.nn.functional.embedding, "embeddings' gradients are made anew"
     y = look(rows, w)
-    assert products.kind_of(y.grad_fn) == "lookup", breaks(what)
-    assert torch.equal(products.looked_up(y.grad_fn), rows), breaks(what)
+    assert products.node_kind(y.grad_fn) == "lookup", breaks(what)
+    assert torch.equal(products.lookup_indices(y.grad_fn), rows), breaks(what)
     assert products.weight_edge(y.grad_fn)[0].variable is w, breaks(what)
     for how in {"padding_idx": 1}, {"sparse": True}, {"scale_grad_by_freq": True}:
         assert products.weight_edge(look(rows, w, **how).grad_fn) is None, how
@@ -760,12 +760,12 @@ def test_devices_that_cannot_run_are_refused():
 
 def test_a_module_reads_its_tensors_from_tables():
     module = torch.nn.BatchNorm1d(2)
-    parameters, buffers = _torch.tables(module)
+    parameters, buffers = _torch.tensor_tables(module)
     what = "units made of modules run on no parameters, or on those of another call"
     assert [*parameters, *buffers] == [
         "weight", "bias", "running_mean", "running_var", "num_batches_tracked",
     ], breaks(what)  # fmt: skip
-    _torch.set_tables(module, {"weight": 1, "bias": None}, {"running_mean": 2})
+    _torch.set_tensor_tables(module, {"weight": 1, "bias": None}, {"running_mean": 2})
     found = module.weight, module.bias, module.running_mean
     assert found == (1, None, 2), breaks(what)
     what = "hooks of modules run twice, or outside their units"
@@ -901,7 +901,7 @@ def test_the_node_of_a_function_lives_as_long_as_is_said():
         alive = bool(node.next_functions)
     except RuntimeError:
         alive = False
-    assert alive == versions.FUNCTIONS_ARE_OWNED, breaks(what)
+    assert alive == versions.NODES_KEEP_FUNCTIONS_ALIVE, breaks(what)
     assert token is above is None
 
 
@@ -957,7 +957,7 @@ def test_leaves_behind_a_tensor_are_seen():
 
 
 def test_who_asks_for_a_value_is_told():
-    with Watch(lambda func: _torch.tells(func) == "value") as ran:
+    with Watch(lambda func: _torch.data_dependence(func) == "value") as ran:
         x = torch.ones(())
         float(x), x.item(), bool(x == 1)
     what = "a step that asks for values is not looked at any more"
@@ -966,7 +966,7 @@ def test_who_asks_for_a_value_is_told():
 
 def test_fakes_that_refuse_may_be_quiet(caplog):
     mode = fake_modes.fake_mode_of(())
-    with mode, fake_modes.quiet_fakes(), pytest.raises(RuntimeError):
+    with mode, fake_modes.without_fake_logs(), pytest.raises(RuntimeError):
         torch.ones(3) * torch.ones(4)
     what = "a step that raises is logged by torch as it is tried"
     assert not caplog.records, breaks(what)
@@ -975,11 +975,11 @@ def test_fakes_that_refuse_may_be_quiet(caplog):
 def test_rrelu_saves_its_noise_before_it_has_drawn_it():
     x = torch.ones(3, requires_grad=True)
     said = [
-        _torch.saves_early(torch.nn.functional.rrelu(x, training=how).grad_fn)
+        _torch.saves_before_filling(torch.nn.functional.rrelu(x, training=how).grad_fn)
         for how in (True, False)
     ]
     assert said == [True, False], breaks("rrelu under remat has memory as its gradient")
-    assert not _torch.saves_early(x.sin().grad_fn)
+    assert not _torch.saves_before_filling(x.sin().grad_fn)
 
 
 def test_a_process_group_says_how_long_it_waits():
@@ -1003,7 +1003,7 @@ def test_what_a_fork_must_not_free_is_kept():
         assert isinstance(_torch.default_store(), dist.Store), breaks(what)
         group = dist.group.WORLD
         before = sys.getrefcount(group)
-        _torch.keep_process_groups()
+        _torch.never_free_process_groups()
         what = "a fork of a rank never ends: it frees groups whose threads it has not"
         assert sys.getrefcount(group) == before + 1, breaks(what)
     finally:
@@ -1114,9 +1114,9 @@ def test_a_graph_has_writes_collectives_and_constants():
             y.add_(got)
             return [got]
 
-        found = graphs.traced(run, [x, y])
+        found = graphs.trace_operators(run, [x, y])
     what = "jit(whole_step=True) writes, sends or reads other than the step"
-    assert found.written == [1] and found.constants[0] is beside, breaks(what)
+    assert found.written_inputs == [1] and found.constants[0] is beside, breaks(what)
     given = [torch.tensor([1.0, 2.0]), torch.zeros(2)]
     with graphs.running(Run()), torch.no_grad():
         (made,) = found.graph(*given, beside)

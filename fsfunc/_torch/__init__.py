@@ -1,5 +1,8 @@
 """All private torch API that fsfunc uses; ``tests/test_torch.py`` names what breaks.
 
+Each name here has exact types, with these for what modes are given: ``OpOverload``,
+``Args``, ``Kwargs``, ``TorchFunction``. A node is a ``torch.autograd.graph.Node``.
+
 versions.py         the tested versions of torch, and what differs among them
 internals.py graph.py   storages, modules, the compiler; the autograd graph
 dispatch.py functorch.py   modes and operators; levels of torch.func
@@ -9,9 +12,9 @@ fake_tensors.py     which tensors are fake
 Not exported here, as few modules use them:
 
 fake_modes.py fake_results.py   modes of fake tensors; results of operators on them
-formulas.py         decompositions of operators, and what writes without writing
+formulas.py         decompositions of operators; counterparts that do not write
 products.py         nodes of matrix products and lookups in the autograd graph
-partitions.py       what the compiler keeps for a backward
+partitions.py       what a compiled forward saves for its backward
 operator_graphs.py  a step's operators and collectives as one graph
 scalar_graphs.py    arithmetic of scalars, taken out of such a graph
 """
@@ -27,18 +30,20 @@ from fsfunc._torch.dispatch import (
     GROUPED_PRODUCT,
     Args,
     DispatchMode,
+    HiddenFromCompile,
     Kwargs,
     OperatorMode,
     OpOverload,
     OpOverloadPacket,
     TorchFunction,
-    UnheardMode,
-    Writes,
+    WriteWatcher,
     active_modes,
     arguments_of,
+    as_plain_tensors,
     beneath_all_modes,
     beneath_modes,
-    dispatch_modes,
+    data_dependence,
+    dispatch_mode_count,
     gives_views,
     is_rounded,
     is_view,
@@ -46,11 +51,9 @@ from fsfunc._torch.dispatch import (
     modes_of_ranks,
     outside_function_modes,
     outside_modes,
-    plain_tensors,
-    tells,
     tensors_in,
+    tensors_written,
     value_of,
-    written,
 )
 from fsfunc._torch.fake_tensors import (
     device_of,
@@ -62,26 +65,26 @@ from fsfunc._torch.fake_tensors import (
 from fsfunc._torch.functorch import (
     beneath_functorch,
     current_level,
-    differentiated_at,
+    differentiation_level,
+    first_row,
     forward_ad_active,
-    forward_ad_on,
+    forward_ad_enabled,
     forward_ad_state,
     functorch_active,
     is_wrapped,
-    mapped_at,
-    mapped_dim,
-    mapping_levels,
-    one_row,
+    only_autograd_sees,
     outside_transforms,
-    plainly,
     set_forward_ad_state,
     shared_forward_ad,
     tangents_of,
     transforms_active,
     unwrapped,
+    vmap_dim,
+    vmap_levels,
+    vmap_levels_of,
 )
 from fsfunc._torch.graph import (
-    LOOKING,
+    INSPECTING,
     all_true,
     current_node,
     forbids_hooks,
@@ -92,8 +95,8 @@ from fsfunc._torch.graph import (
     hook_saved,
     is_function_node,
     keeps_graph,
-    nearness,
     next_sequence_number,
+    norms_are_near,
     output_shape,
     reaches_leaves,
     reverse_mode_around,
@@ -101,30 +104,30 @@ from fsfunc._torch.graph import (
     saved_norms,
     saved_tensors,
     saved_tensors_hooked,
-    saves_early,
+    saves_before_filling,
     sequence_number,
     takes_tangents,
 )
 from fsfunc._torch.internals import (
-    alike,
     compiler_at_work,
     compiler_stance,
     default_store,
-    device_threads,
     group_timeout,
     hook_tables,
     is_compiled,
     is_compiled_function,
-    is_of_compiler,
-    keep_process_groups,
+    is_compiler_error,
+    likeness_check,
+    never_free_process_groups,
     outside_graphs,
     set_compiler_stance,
-    set_device_threads,
-    set_tables,
+    set_tensor_tables,
+    set_uses_device_threads,
     storage,
     storage_key,
     storage_uses,
-    tables,
-    uses_of,
+    storage_uses_by_key,
+    tensor_tables,
+    uses_device_threads,
 )
 from fsfunc._torch.views import Place, place_of, view_at

@@ -1,16 +1,17 @@
-"""Dispatch modes, and what they see: what an operator reads, writes, views and tells.
+"""Dispatch modes, and what they see: what an operator reads, writes, views and reveals.
 
-A watcher of operators is an :class:`OperatorMode`: it states its question in
-``operator``, and asks this file what the operator does with memory. Tables by storage
-are `runtime.memory.StorageTable`, where a watcher holds no storage itself.
+Whoever watches operators derives from :class:`OperatorMode` and overrides ``operator``,
+which is called with each operator, in backward passes too. The functions here say what
+an operator does with memory. A table by storage, `runtime.memory.StorageTable`, keeps
+no storage alive.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, TypeAlias
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor
@@ -26,6 +27,7 @@ from torch.utils._python_dispatch import (
 from fsfunc._torch.internals import storage_key
 
 if TYPE_CHECKING:
+    from torch._ops import HigherOrderOperator
     from torch._ops import OpOverload as _OpOverload
     from torch._ops import OpOverloadPacket as _OpOverloadPacket
 
@@ -46,7 +48,10 @@ Kwargs: TypeAlias = dict[str, Any]
 
 
 def active_modes() -> list[str]:
-    """Names of the function and dispatch modes that act in this thread alone."""
+    """Returns the names of the function and dispatch modes that are on in this thread.
+
+    Without the default device, and without the modes that all ranks enter.
+    """
     functions = torch.overrides._get_current_function_mode_stack()
     dispatch = torch.utils._python_dispatch._get_current_dispatch_mode_stack()  # type: ignore[attr-defined]
     return [
@@ -56,25 +61,26 @@ def active_modes() -> list[str]:
     ]
 
 
-def modes_of_ranks() -> list[Any]:
-    """The dispatch modes that are on here and act alike in every thread."""
+def modes_of_ranks() -> list[TorchDispatchMode]:
+    """Returns the dispatch modes that are on, and that every rank's thread enters."""
     dispatch = torch.utils._python_dispatch._get_current_dispatch_mode_stack()  # type: ignore[attr-defined]
     return [m for m in dispatch if getattr(m, "enters_ranks", False)]
 
 
 def is_rounded() -> bool:
-    """False inside a mode that computes without rounding."""
+    """Returns False inside a mode that computes without rounding, else True."""
     return all(getattr(m, "rounds", True) for m in modes_of_ranks())
 
 
-def plain_tensors() -> Any:
-    """Inside, tensors of subclasses are taken for plain ones."""
+def as_plain_tensors() -> AbstractContextManager[None]:
+    """Inside, torch functions take tensors of subclasses for plain ones."""
     return torch._C.DisableTorchFunctionSubclass()
 
 
 @contextmanager
 def beneath_all_modes() -> Iterator[None]:
     """Inside, no dispatch mode sees anything: what is made is real."""
+    # Most often none is on: to take them off costs more than to look.
     if not torch._C._len_torch_dispatch_stack():
         yield
         return
@@ -94,13 +100,13 @@ def beneath_modes(x: Tensor) -> Iterator[None]:
 
 @contextmanager
 def outside_modes() -> Iterator[None]:
-    """Whatever modes are on, tensors that are copied here are what they were."""
+    """Inside, tensors are copied as they are, whatever modes are on outside."""
     with beneath_all_modes(), torch.inference_mode(False):
         yield
 
 
-dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
-"""The number of dispatch modes that are on."""
+dispatch_mode_count: Callable[[], int] = torch._C._len_torch_dispatch_stack
+"""Returns the number of dispatch modes that are on."""
 
 
 @contextmanager
@@ -116,68 +122,74 @@ def outside_function_modes() -> Iterator[None]:
             torch.overrides._push_mode(mode)  # type: ignore[attr-defined]
 
 
-_frames: Any = torch._C._dynamo.eval_frame  # type: ignore[attr-defined]
+# The part of the compiler that decides which frames of Python it compiles.
+_eval_frame: Any = torch._C._dynamo.eval_frame  # type: ignore[attr-defined]
 
-# Attention on the CPU, of which torch's own counter of operations knows nothing.
-CPU_ATTENTION: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-CPU_ATTENTION_BACKWARD: Any = (
+# Attention on the CPU, for which torch's own counter of FLOPs has no formula.
+CPU_ATTENTION: OpOverloadPacket = (
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+)
+CPU_ATTENTION_BACKWARD: OpOverloadPacket = (
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 )
-# Each row times the matrix of its group: a mixture of experts.
-GROUPED_PRODUCT: Any = torch.ops.aten._grouped_mm
+# The product of each row and the matrix of its group: for a mixture of experts.
+GROUPED_PRODUCT: OpOverloadPacket = torch.ops.aten._grouped_mm
 
 
 @functools.cache
-def tells(func: Any) -> str:
-    """The kind of knowledge of values that an operator gives, or "" if none.
+def data_dependence(func: OpOverload) -> Literal["", "value", "shape"]:
+    """Returns what of an operator's result depends on its operands' values.
 
-    "value": a number, or an answer, to Python. "places": they may decide the shape of
-    its result.
+    "value": it returns a number, or an answer, to Python. "shape": the values may
+    decide the shape of its result. "": neither, so that it can run without data.
     """
     if torch.Tag.data_dependent_output in func.tags:
         return "value"
-    return "places" if torch.Tag.dynamic_output_shape in func.tags else ""
+    return "shape" if torch.Tag.dynamic_output_shape in func.tags else ""
 
 
-def is_view(func: Any, args: Any) -> bool:
-    """True if all that a call on fake tensors gives lies in the memory of its first."""
+def is_view(func: OpOverload, args: Args) -> bool:
+    """Returns whether a call gives views of its first argument, a fake tensor."""
     return gives_views(func) and type(args[0]) is FakeTensor
 
 
 @functools.cache
-def gives_views(func: Any) -> bool:
-    """True of an operator whose results lie in the memory of an argument."""
-    made = [result.alias_info for result in func._schema.returns]
+def gives_views(func: OpOverload) -> bool:
+    """Returns whether an operator's results always lie in the memory of an argument."""
+    aliases = [returned.alias_info for returned in func._schema.returns]
     if func.has_kernel_for_dispatch_key(torch.DispatchKey.CompositeImplicitAutograd):
         return False  # it may copy, as ``reshape`` does
-    return bool(made) and all(x is not None and not x.is_write for x in made)
+    return bool(aliases) and all(
+        alias is not None and not alias.is_write for alias in aliases
+    )
 
 
 @functools.cache
-def makes_memory(func: Any) -> bool:
-    """True of an operator that writes nothing, and whose results are no views."""
-    made = [result.alias_info for result in func._schema.returns]
-    return not (func._schema.is_mutable or any(made))
+def makes_memory(func: OpOverload) -> bool:
+    """Returns whether an operator writes nothing, and its results are no views."""
+    aliases = [returned.alias_info for returned in func._schema.returns]
+    return not (func._schema.is_mutable or any(aliases))
 
 
 def value_of(x: Tensor) -> Tensor | None:
-    """``x`` with its data, on no graph; None if it is fake and has none."""
+    """Returns ``x`` with its data, on no graph; None if it is fake and has none.
+
+    A fake tensor of one number that Python made knows its value.
+    """
     return x.constant if isinstance(x, FakeTensor) else x.detach()
 
 
-def arguments_of(
-    operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> dict[str, Any]:
-    """The arguments of an operator's call, by name and in its schema's order."""
-    found = {}
+def arguments_of(operator: OpOverload, args: Args, kwargs: Kwargs) -> dict[str, Any]:
+    """Returns the arguments of an operator's call by name, in its schema's order."""
+    arguments = {}
     for i, argument in enumerate(operator._schema.arguments):
         if i < len(args):
-            found[argument.name] = args[i]
+            arguments[argument.name] = args[i]
         elif argument.name in kwargs:
-            found[argument.name] = kwargs[argument.name]
+            arguments[argument.name] = kwargs[argument.name]
         elif argument.has_default_value():
-            found[argument.name] = argument.default_value
-    return found
+            arguments[argument.name] = argument.default_value
+    return arguments
 
 
 # In training they write the running statistics, and their schemas do not say so.
@@ -189,38 +201,39 @@ _BATCH_NORMS = {
 
 
 def tensors_in(values: Iterable[Any]) -> list[Tensor]:
-    """The tensors among values, and in lists, tuples and dicts of them, in order."""
-    found: list[Tensor] = []
+    """Returns the tensors among values and in lists, tuples and dicts, in order."""
+    tensors: list[Tensor] = []
     for x in values:
         if isinstance(x, Tensor):
-            found.append(x)
+            tensors.append(x)
         elif isinstance(x, (tuple, list)):
-            found += tensors_in(x)
+            tensors += tensors_in(x)
         elif isinstance(x, dict):
-            found += tensors_in(x.values())
-    return found
+            tensors += tensors_in(x.values())
+    return tensors
 
 
-def written(
-    operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+def tensors_written(
+    operator: OpOverload | HigherOrderOperator, args: Args, kwargs: Kwargs
 ) -> list[Tensor]:
-    """The arguments, and elements of lists, that an operator says it writes.
+    """Returns the arguments, and elements of lists, that an operator's call writes.
 
-    Version counters would not tell a mode: they rise after it has returned.
+    By its schema: version counters do not show a write to a mode, as they rise after it
+    has returned.
     """
     schema = getattr(operator, "_schema", None)
     if schema is None:
-        return []  # of higher order: it runs others
+        return []  # of higher order: it runs other operators, which are asked
     if schema.name in _BATCH_NORMS and args[5]:
         return tensors_in(args[3:5])
     if not schema.is_mutable:
         return []
-    found = []
+    arguments = []
     for i, argument in enumerate(schema.arguments):
         alias = argument.alias_info
         if alias is not None and alias.is_write:
-            found.append(args[i] if i < len(args) else kwargs.get(argument.name))
-    return tensors_in(found)
+            arguments.append(args[i] if i < len(args) else kwargs.get(argument.name))
+    return tensors_in(arguments)
 
 
 class DispatchMode(TorchDispatchMode):
@@ -231,21 +244,26 @@ class DispatchMode(TorchDispatchMode):
         return False
 
 
-class UnheardMode(DispatchMode):
-    """One that torch.compile does not hear of: it runs no function eagerly for it."""
+class HiddenFromCompile(DispatchMode):
+    """A mode that does not keep torch.compile from running compiled functions inside.
+
+    Under any other mode on the stack the compiler runs the plain function.
+    """
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        skip = _frames._FrameAction.SKIP  # else it compiles the mode's own code
-        strategy = _frames._FrameExecStrategy(skip, skip)
+        # Else the compiler would compile the mode's own code.
+        skip = _eval_frame._FrameAction.SKIP
+        strategy = _eval_frame._FrameExecStrategy(skip, skip)
         handler: Any = cls.__torch_dispatch__
-        _frames.set_code_exec_strategy(handler.__code__, strategy)
+        _eval_frame.set_code_exec_strategy(handler.__code__, strategy)
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
         return True
 
-    def __enter__(self) -> UnheardMode:
+    # Without torch's own bookkeeping, by which the compiler learns of modes.
+    def __enter__(self) -> HiddenFromCompile:
         _push_mode(self)
         return self
 
@@ -254,36 +272,46 @@ class UnheardMode(DispatchMode):
 
 
 class OperatorMode(DispatchMode):
-    """Calls ``operator`` for each operator that runs, in backward passes too."""
+    """A mode that calls ``operator`` for each operator, in backward passes too."""
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+    def __torch_dispatch__(
+        self,
+        func: OpOverload,
+        types: Sequence[type],
+        args: Args = (),
+        kwargs: Kwargs | None = None,
+    ) -> Any:
+        # Python asks fake tensors for their device all the time.
         if func is _DEVICE and isinstance(args[0], FakeTensor):
-            return args[0].fake_device  # asked all the time
+            return args[0].fake_device
         return self.operator(func, args, kwargs or {})
 
-    def operator(self, func: Any, args: Any, kwargs: Any) -> Any:
+    def operator(self, func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
         """Runs an operator and returns its result."""
         return func(*args, **kwargs)
 
 
-class Writes(UnheardMode, OperatorMode):
-    """Tells of writes into the memory of tensors, by ``.data`` too, before them.
+class WriteWatcher(HiddenFromCompile, OperatorMode):
+    """Calls a function before each write into the memory of tensors.
+
+    By ``.data`` too, which no version counter shows.
 
     Args:
-        watched: the tensors; ``told``: called with one that is to be written.
+        watched: the tensors.
+        on_write: is called with the tensor that is about to be written.
     """
 
     supports_higher_order_operators = True
 
-    def __init__(self, watched: list[Tensor], told: Callable[[Tensor], None]):
+    def __init__(self, watched: list[Tensor], on_write: Callable[[Tensor], None]):
         super().__init__()
-        self.watched, self.told = set(map(storage_key, watched)), told
+        self.watched, self.on_write = set(map(storage_key, watched)), on_write
 
-    def operator(self, func: Any, args: Any, kwargs: Any) -> Any:
-        for x in written(func, args, kwargs):
+    def operator(self, func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
+        for x in tensors_written(func, args, kwargs):
             if storage_key(x) in self.watched:
-                self.told(x)
+                self.on_write(x)
         return func(*args, **kwargs)
 
 
-_DEVICE: Any = torch.ops.prim.device.default
+_DEVICE: OpOverload = torch.ops.prim.device.default

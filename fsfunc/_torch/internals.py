@@ -1,23 +1,29 @@
-"""Internals of torch's storages, modules, process groups and its compiler."""
+"""Internals of torch's storages, modules, process groups and compiler.
+
+Each function stands for one private attribute or function of torch, so that a new
+version of torch is met here alone.
+"""
 
 from __future__ import annotations
 
 import ctypes
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, MutableMapping
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+F = TypeVar("F", bound=Callable[..., Any])
+
 
 def storage_key(x: Tensor) -> int:
-    """Equal for two tensors exactly where they share a storage.
+    """Returns a key that is equal for two tensors exactly if they share a storage.
 
     ``data_ptr`` would not do: it is 0 for every fake tensor, and raises in functorch.
-    A sparse tensor has no storage: it shares with itself alone. No mode hears of it.
+    A sparse tensor has no storage, and a key of its own. No mode sees the call.
     """
     try:
         return torch._C._storage_address(x)  # type: ignore[attr-defined]
@@ -27,42 +33,51 @@ def storage_key(x: Tensor) -> int:
         return x._cdata
 
 
-def storage(x: Tensor) -> Any:
-    """The holder of the memory that ``x`` lies in: to keep alive, or to tell apart."""
+def storage(x: Tensor) -> torch.UntypedStorage | Tensor:
+    """Returns what holds the memory of ``x``: its storage; a sparse tensor itself."""
     return x.untyped_storage() if x.layout == torch.strided else x
 
 
 def storage_uses(x: Tensor) -> int:
-    """The number of tensors (and Python handles) that hold the storage of ``x``."""
+    """Returns how many tensors and Python objects hold the storage of ``x``."""
     return torch._C._storage_Use_Count(storage_key(x))
 
 
-# Of ``storage._cdata``: how many tensors and handles hold that storage.
-uses_of: Callable[[int], int] = torch._C._storage_Use_Count
+storage_uses_by_key: Callable[[int], int] = torch._C._storage_Use_Count
+"""Returns how many tensors and Python objects hold a storage, by its ``_cdata``."""
 
 # Whether the backward passes of this thread run in threads of the devices.
-device_threads: Callable[[], bool] = torch._C._is_multithreading_enabled
-set_device_threads: Callable[[bool], None] = torch._C._set_multithreading_enabled
+uses_device_threads: Callable[[], bool] = torch._C._is_multithreading_enabled
+set_uses_device_threads: Callable[[bool], None] = torch._C._set_multithreading_enabled
 
 
-def alike(tensors: list[Tensor]) -> Callable[..., bool]:
-    """``check(*others)``, of as many: whether each is like the one in its place.
+def likeness_check(tensors: list[Tensor]) -> Callable[..., bool]:
+    """Returns ``check(*others)``: whether each is like the tensor at its place.
 
-    In class, device, dtype, layout, shape, strides and whether it asks for a gradient
-    where these are taken: in one call. None occurs twice. It keeps none of ``tensors``.
+    That is in class, device, dtype, layout, shape, strides and whether it requires a
+    gradient. It is one call of the compiler's guards, written in C++.
+
+    Args:
+        tensors: none occurs twice; the check keeps none of them alive.
     """
     sizes, strides = ([[*f(x)] for x in tensors] for f in (Tensor.size, Tensor.stride))
-    kept: Any = torch._C._dynamo.guards.TensorGuards  # type: ignore[attr-defined]
-    return kept(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides).check
+    guards: Any = torch._C._dynamo.guards.TensorGuards  # type: ignore[attr-defined]
+    return guards(
+        *tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides
+    ).check
 
 
-def tables(module: torch.nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The dicts of a module's own parameters and its own buffers, by attribute."""
+def tensor_tables(module: torch.nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Returns the dicts of a module's own parameters and own buffers, by attribute."""
     return module._parameters, module._buffers
 
 
-def set_tables(module: torch.nn.Module, parameters: Any, buffers: Any) -> None:
-    """Makes a module look for its parameters and buffers in these dicts."""
+def set_tensor_tables(
+    module: torch.nn.Module,
+    parameters: MutableMapping[str, Any],
+    buffers: MutableMapping[str, Any],
+) -> None:
+    """Makes a module look for its parameters and buffers in these mappings."""
     module.__dict__["_parameters"] = parameters
     module.__dict__["_buffers"] = buffers
 
@@ -75,46 +90,47 @@ _HOOKS_AFTER = (
 
 
 def hook_tables(module: torch.nn.Module, *, before: bool) -> list[dict[Any, Any]]:
-    """The dicts of the hooks that run before a module's forward, or the others."""
+    """Returns the dicts of hooks that run before a module's forward, or the others."""
     names = _HOOKS_BEFORE if before else _HOOKS_AFTER
     return [module.__dict__[name] for name in names]
 
 
-def group_timeout(group: Any) -> timedelta | None:
-    """The time that a process group waits for a rank; None where it has no limit."""
-    found = []
-    for device in group._device_types:
-        options = getattr(group._get_backend(device), "options", None)
-        found.append(getattr(options, "_timeout", None))
-    return min((t for t in found if t is not None), default=None)
+def group_timeout(group: dist.ProcessGroup | None) -> timedelta | None:
+    """Returns how long a process group waits for a rank; None if without limit."""
+    timeouts = []
+    for device in group._device_types:  # type: ignore[union-attr]
+        options = getattr(group._get_backend(device), "options", None)  # type: ignore
+        timeouts.append(getattr(options, "_timeout", None))
+    return min((t for t in timeouts if t is not None), default=None)
 
 
-def default_store() -> Any:
-    """The store in which the processes of the default process group met."""
+def default_store() -> dist.Store:
+    """Returns the store in which the processes of the default process group met."""
     return dist.distributed_c10d._get_default_store()
 
 
-def keep_process_groups() -> None:
-    """Has no process group freed in this process, not even as Python ends.
+def never_free_process_groups() -> None:
+    """Keeps this process from freeing any process group, even as Python ends.
 
-    In a fork that would wait for ever, for threads which its parent alone has.
+    In a forked process that would wait for ever, for threads that only its parent has.
     """
     for group in dist.distributed_c10d._world.pg_map:
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
 
 
 def is_compiled(module: torch.nn.Module) -> bool:
-    """True if a module was compiled by its ``compile()``."""
+    """Returns whether a module was compiled by its ``compile()``."""
     return module._compiled_call_impl is not None
 
 
 def is_compiled_function(fn: Callable[..., Any]) -> bool:
-    """True if torch.compile made it: a mode around it would have it compile again."""
+    """Returns whether torch.compile made ``fn``: under a mode it compiles it again."""
     return hasattr(fn, "_torchdynamo_orig_callable")
 
 
-def is_of_compiler(error: BaseException) -> bool:
-    """True if torch.compile raised this, of what it was to compile."""
+def is_compiler_error(error: BaseException) -> bool:
+    """Returns whether torch.compile raised this, of what it was to compile."""
+    # Not imported for this: if nothing was compiled, it is no error of the compiler's.
     module: Any = sys.modules.get("torch._dynamo.exc")
     if module is None:
         return False
@@ -122,10 +138,13 @@ def is_of_compiler(error: BaseException) -> bool:
     return isinstance(error, kinds)
 
 
-def outside_graphs(reason: str) -> Callable[[Any], Any]:
-    """Decorates a function that torch.compile is not to look into: its error has this.
+def outside_graphs(reason: str) -> Callable[[F], F]:
+    """Decorates a function that torch.compile may not trace.
 
-    As ``torch.compiler.disable``, which imports the compiler.
+    As ``torch.compiler.disable`` does, which imports the compiler.
+
+    Args:
+        reason: is in the compiler's error, where it may not leave the function out.
     """
 
     def mark(fn: Any) -> Any:
@@ -135,15 +154,16 @@ def outside_graphs(reason: str) -> Callable[[Any], Any]:
     return mark
 
 
-# What compiles the code that runs in this thread; None (or False: nothing new) where no
-# compiled function is running. As torch has it: a frame of ours it would compile too.
+# Returns what compiles the code that runs in this thread; None (or False: nothing new)
+# where no compiled function is running. It is torch's own function: one of ours around
+# it would be compiled too.
 compiler_at_work: Callable[[], Any] = (
     torch._C._dynamo.eval_frame.get_eval_frame_callback  # type: ignore[attr-defined]
 )
 
 
 def compiler_stance() -> Any:
-    """The stance of compiled functions: torch has one for all threads.
+    """Returns the stance of compiled functions, which torch has for all threads.
 
     None where nothing can have been compiled yet.
     """
@@ -151,10 +171,11 @@ def compiler_stance() -> Any:
     return None if module is None else module._stance
 
 
-def set_compiler_stance(stance: Any) -> None:
-    """Puts back what :func:`compiler_stance` returned; or ``"force_eager"``: plainly.
+def set_compiler_stance(stance: object) -> None:
+    """Sets the stance: one that :func:`compiler_stance` returned, or its name.
 
-    Between the graphs of a compiled function too, where torch's own way is shut.
+    With ``"force_eager"`` compiled functions run as plain ones. This works between the
+    graphs of a compiled function too, where ``torch.compiler.set_stance`` raises.
     """
     module: Any = sys.modules.get("torch._dynamo.eval_frame")
     if module is None:

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch.autograd.function import FunctionCtx
 
 OLDEST, NEWEST = "2.11", "2.14"
 """The first and the last minor version that the tests pass on; all between do too."""
@@ -29,7 +30,7 @@ class VersionDifference(NamedTuple):
     Attributes:
         versions: those that do it.
         what: what they do.
-        met_by: the place that makes it no difference, and how.
+        met_by: the place in this library that makes it no difference, and how.
     """
 
     versions: str
@@ -37,7 +38,7 @@ class VersionDifference(NamedTuple):
     met_by: str
 
 
-DIFFERENCES = (
+DIFFERENCES: tuple[VersionDifference, ...] = (
     VersionDifference(
         "2.11, 2.12",
         "the node of an autograd.Function, held by ctx or grad_fn alone, loses what it "
@@ -84,25 +85,28 @@ DIFFERENCES = (
 )
 
 # `getattr(x, name, default)` would warn of an old name that is there, but not used.
-all_gather_single: Any = getattr(dist, "all_gather_single", None) or (
+all_gather_single: Callable[..., Any] = getattr(dist, "all_gather_single", None) or (
     dist.all_gather_into_tensor
 )
-reduce_scatter_single: Any = getattr(dist, "reduce_scatter_single", None) or (
-    dist.reduce_scatter_tensor
-)
+reduce_scatter_single: Callable[..., Any] = getattr(
+    dist, "reduce_scatter_single", None
+) or (dist.reduce_scatter_tensor)
 
 
 class _Same(torch.autograd.Function):
+    """The identity."""
+
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: FunctionCtx, x: torch.Tensor) -> torch.Tensor:
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
+    def backward(ctx: FunctionCtx, *grads: torch.Tensor) -> torch.Tensor:
         return grads[0]
 
 
-def _functions_are_owned() -> bool:
+def _nodes_keep_functions_alive() -> bool:
+    # The result of ``apply`` dies at once, and the node is held.
     with torch.inference_mode(False), torch.enable_grad():
         node: Any = _Same.apply(
             torch.zeros((), device="cpu", requires_grad=True)
@@ -114,31 +118,33 @@ def _functions_are_owned() -> bool:
 
 
 # At import, where no mode of a caller's sees its operators.
-FUNCTIONS_ARE_OWNED = _functions_are_owned()
-"""True if whoever holds the node of an autograd.Function keeps it alive."""
+NODES_KEEP_FUNCTIONS_ALIVE = _nodes_keep_functions_alive()
+"""Whether a node of an ``autograd.Function`` lives as long as somebody holds it."""
 
 
-def generator_reference(generator: torch.Generator) -> Callable[[], Any]:
-    """A function that returns the generator while somebody else holds it, else None."""
+def generator_reference(
+    generator: torch.Generator,
+) -> Callable[[], torch.Generator | None]:
+    """Returns a function that gives the generator while others hold it, else None."""
     try:
         return weakref.ref(generator)
     except TypeError:
-        return partial(_if_held, [generator])
+        return partial(_if_referenced, [generator])
 
 
-def _if_held(holder: list[Any]) -> Any:
-    return holder[0] if _holds(holder) > _ALONE else None
+def _if_referenced(holder: list[torch.Generator]) -> torch.Generator | None:
+    return holder[0] if _reference_count(holder) > _ALONE else None
 
 
-def _holds(holder: list[Any]) -> int:
+def _reference_count(holder: list[Any]) -> int:
     return sys.getrefcount(holder[0])
 
 
-_ALONE = _holds([object()])  # where the list alone holds it
+_ALONE = _reference_count([object()])  # where the list alone holds it
 
 
 def is_tested(version: str) -> bool:
-    """True if a version of torch is one that fsfunc is tested with.
+    """Returns whether fsfunc is tested with a version of torch.
 
     >>> is_tested("2.13.0+cpu"), is_tested("2.10.1"), is_tested("2.15.0a0+git1234")
     (True, False, False)

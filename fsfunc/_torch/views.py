@@ -1,7 +1,8 @@
-"""Views: all that tells one of the same memory from another, and one made anew of it.
+"""Views of memory as values: a `Place`, from which the same view can be made anew.
 
-Shape, strides and offset are not all: a view may be of another dtype, and be conjugated
-or negated lazily, by a bit that no data shows.
+Shape, strides and offset are not all that tells views of one memory apart: a view may
+be of another dtype, and may be conjugated or negated lazily, by a bit that no data
+shows.
 """
 
 from __future__ import annotations
@@ -13,9 +14,10 @@ from torch import Tensor
 
 
 class Place(NamedTuple):
-    """Where a tensor lies in its memory, and how that is read.
+    """Where a tensor lies in its memory, and how that memory is read.
 
     Attributes:
+        dtype, shape, stride: the tensor's.
         start: the byte of its first element.
         conjugated, negated: its lazy bits.
     """
@@ -29,26 +31,29 @@ class Place(NamedTuple):
 
 
 def place_of(x: Tensor, base: int = 0) -> Place:
-    """The place of ``x``, counted from byte ``base`` of its storage."""
+    """Returns the place of ``x``, counted from byte ``base`` of its storage."""
     start = int(x.storage_offset()) * x.element_size() - base
     return Place(x.dtype, x.shape, x.stride(), start, x.is_conj(), x.is_neg())
 
 
 def view_at(memory: Tensor, place: Place) -> Tensor:
-    """The tensor at a place, counted from the start of ``memory``.
+    """Returns the tensor at a place, counted from the start of ``memory``.
+
+    It is a copy where the place is not aligned for its dtype.
 
     Args:
-        memory: contiguous; of any dtype. Where it does not lie so that the place's
-            dtype may begin there, the tensor is a copy.
+        memory: contiguous, of any dtype.
     """
     dtype, shape, stride, start, conjugated, negated = place
     count = 0
     if 0 not in shape:
-        count = 1 + sum((n - 1) * step for n, step in zip(shape, stride, strict=True))
-    found = memory.view(-1).view(torch.uint8)[start : start + count * dtype.itemsize]
-    if found.storage_offset() % dtype.itemsize:
-        found = found.clone()
-    found = found.view(dtype)
-    found = found.as_strided(shape, stride, found.storage_offset())
-    found = found.conj() if conjugated else found
-    return torch._neg_view(found) if negated else found
+        count = 1 + sum(
+            (size - 1) * step for size, step in zip(shape, stride, strict=True)
+        )
+    view = memory.view(-1).view(torch.uint8)[start : start + count * dtype.itemsize]
+    if view.storage_offset() % dtype.itemsize:
+        view = view.clone()
+    view = view.view(dtype)
+    view = view.as_strided(shape, stride, view.storage_offset())
+    view = view.conj() if conjugated else view
+    return torch._neg_view(view) if negated else view

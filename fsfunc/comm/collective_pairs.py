@@ -82,7 +82,7 @@ def _check_beside(fn: Map) -> None:
     for cell in getattr(fn, "__closure__", None) or ():
         with contextlib.suppress(ValueError):  # the cell of a name not bound yet
             x = cell.cell_contents
-            if isinstance(x, Tensor) and _torch.differentiated_at(x):
+            if isinstance(x, Tensor) and _torch.differentiation_level(x):
                 break
     else:
         return

@@ -228,12 +228,12 @@ def spmd(fn: Callable[..., _R], mesh: Mesh) -> Callable[..., PerRank[_R]]:
         on_ranks = _abstract if mesh.backend == "abstract" else _hosted
         # As `in_one_thread`, but whole: an interrupt that comes within one of Python's
         # context managers would leave autograd's threads off for the caller.
-        before = _torch.device_threads()
+        before = _torch.uses_device_threads()
         try:
-            _torch.set_device_threads(False)
+            _torch.set_uses_device_threads(False)
             return on_ranks(fn, mesh, args)
         finally:
-            _torch.set_device_threads(before)
+            _torch.set_uses_device_threads(before)
 
     return run
 

@@ -66,9 +66,9 @@ def check_samples(x: Tensor, name: str, mapped: bool | None = None) -> None:
     Raises:
         LawError: the derivative is taken sample by sample.
     """
-    level = _torch.differentiated_at(x)
+    level = _torch.differentiation_level(x)
     if mapped is None:  # vmap(grad(...)): a map outside of the derivative
-        mapped = any(n < level for n in _torch.mapping_levels())
+        mapped = any(n < level for n in _torch.vmap_levels())
     if level and mapped:
         raise LawError(
             f"per-sample (vmapped) derivatives by {name}: sample k of this rank would "

@@ -381,7 +381,7 @@ class inside:
         # Autograd's device threads have an empty context. They are on in the outermost
         # frame; within `inference_mode(False)`, which turns them on again; and in
         # another thread, which `asyncio.to_thread` gives the context of this one.
-        self.one_thread = in_one_thread() if _torch.device_threads() else None
+        self.one_thread = in_one_thread() if _torch.uses_device_threads() else None
         self.resets: list[tuple[ContextVar[Any], Token[Any]]] = [(_FRAME, token)]
         if frame.here is not None:
             self.resets.append((HERE, HERE.set(frame.here)))

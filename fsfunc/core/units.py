@@ -163,7 +163,11 @@ class Unit:
             # would a compiler's guards, by which it compiled each call anew.
             is_compiled = frame().compiler or _torch.is_compiled_function(self.fn)
             watches = not (is_recorded or is_compiled)
-            with _torch.Writes(watched, raise_changed) if watches else nullcontext():
+            with (
+                _torch.WriteWatcher(watched, raise_changed)
+                if watches
+                else nullcontext()
+            ):
                 out = self._check_captures(
                     _tensors(arguments), params, inputs, keywords, fn
                 )

@@ -150,7 +150,7 @@ class Attributes:
                 x.clear()
                 x.extend(before) if isinstance(x, list | deque) else x.update(before)
         for module_path, m, saved in self._modules:
-            params, now = _torch.tables(m)[0], vars(m)
+            params, now = _torch.tensor_tables(m)[0], vars(m)
             for name, x in now.items():
                 old = saved.get(name)
                 if name in _MODULE_ATTRIBUTES or x is old or _is_of_tensors(old):

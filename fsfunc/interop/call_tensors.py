@@ -70,7 +70,7 @@ class Tables:
         silently_written: set[str] = set()  # by the modules, which no version shows
         never_written: set[str] = set()
         for m in module.modules():
-            parameters, buffers = _torch.tables(m)
+            parameters, buffers = _torch.tensor_tables(m)
             stats_name = None
             if getattr(m, "track_running_stats", False):
                 stats = (buffers.get(x) for x in ("running_mean", "running_var"))
@@ -83,7 +83,7 @@ class Tables:
                 elif type(m).__module__ == _batchnorm.__name__:
                     never_written |= names
             table = ParameterTable(self, parameters, stats_name)
-            _torch.set_tables(m, table, BufferTable(self, buffers))
+            _torch.set_tensor_tables(m, table, BufferTable(self, buffers))
         # A buffer may be one of several modules.
         self.silently_written = frozenset(silently_written)
         self.never_written = frozenset(never_written - silently_written)

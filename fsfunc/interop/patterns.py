@@ -202,7 +202,7 @@ def complete_units(module: nn.Module, names: Sequence[str]) -> list[str]:
     def visit(name: str, m: nn.Module) -> None:
         if name in units:
             return
-        params, _ = _torch.tables(m)
+        params, _ = _torch.tensor_tables(m)
         has_params = any(p is not None for p in params.values())
         children = [c for c in m.children() if any(True for _ in c.parameters())]
         may_be_unit = name not in around_units and (name or not children)
@@ -327,7 +327,7 @@ def _check_class(name: str, m: nn.Module, word: str) -> None:
     for option in ("sparse", "scale_grad_by_freq"):
         if getattr(m, option, False):
             raise TypeError(f"plan: {name!r} is an Embedding with {option}")
-    if _torch.tables(m)[0].get("weight") is None:
+    if _torch.tensor_tables(m)[0].get("weight") is None:
         raise TypeError(
             f"plan: the weight of {name!r} is computed by a hook, from what a rank has "
             "no part of: remove the hook, or leave the layer out of the plan"

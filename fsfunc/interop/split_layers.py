@@ -261,7 +261,7 @@ class SplitModule:
 
 def _flow(m: nn.Module) -> SplitFlow:
     """Returns the split features of the call that a module's copy runs in."""
-    table: Any = _torch.tables(m)[0]
+    table: Any = _torch.tensor_tables(m)[0]
     return table.tables.current_call.flow
 
 

@@ -141,7 +141,7 @@ def _meta(
 
 def _fill(m: nn.Module, is_whole: bool, names: dict[int, _Param]) -> None:
     """Puts tensors without data into the tables and attributes of a copy's module."""
-    params, buffers = _torch.tables(m)
+    params, buffers = _torch.tensor_tables(m)
     for table in (params, buffers, vars(m)):
         for key, x in table.items():
             if isinstance(x, AbsentTensor) and x.dtype is not None:

@@ -259,10 +259,10 @@ class _Part:
         self.free_copies: dict[bool, list[ModuleCopy]] = {False: [], True: []}
         # Placeholders, which bear the names that these tensors have in the whole.
         params: list[Any] = [
-            x for y in m.modules() for x in _torch.tables(y)[0].values()
+            x for y in m.modules() for x in _torch.tensor_tables(y)[0].values()
         ]
         buffers: list[Any] = [
-            x for y in m.modules() for x in _torch.tables(y)[1].values()
+            x for y in m.modules() for x in _torch.tensor_tables(y)[1].values()
         ]
         self.params = tuple(dict.fromkeys(x.name for x in params if x is not None))
         self.buffers = tuple(dict.fromkeys(x.name for x in buffers if x is not None))
@@ -454,7 +454,7 @@ def _fill_with_meta_tensors(module: nn.Module) -> dict[str, str]:
     made: dict[str, Tensor] = {}  # by the name in the whole
     names: dict[str, str] = {}
     for path, m in module.named_modules():
-        parameters, buffers = _torch.tables(m)
+        parameters, buffers = _torch.tensor_tables(m)
         for table in (parameters, buffers):
             for name, x in table.items():
                 if not isinstance(x, AbsentTensor):

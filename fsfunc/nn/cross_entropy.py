@@ -97,7 +97,7 @@ def under_vmap_or_forward_ad() -> bool:
     Neither sees into an autograd Function nor through writes in place, so there the
     sums are computed by plain operators.
     """
-    return _torch.forward_ad_active() or bool(_torch.mapping_levels())
+    return _torch.forward_ad_active() or bool(_torch.vmap_levels())
 
 
 def row_sums(z: Tensor, targets: Targets, needs_total: bool) -> tuple[Tensor, ...]:

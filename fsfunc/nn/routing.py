@@ -299,7 +299,7 @@ def _count_traffic(
         # A recording on real data gathers nothing: all ranks are taken to be like this.
         if not get_group(axis).link.moves_data:
             counts = local_counts.expand(ranks, -1)
-    if _torch.mapped_at(counts):
+    if _torch.vmap_levels_of(counts):
         raise RuntimeError(
             "a layer without a capacity reads how many tokens its experts have, which "
             "differs along the dim that vmap maps: gate with capacity_factor="

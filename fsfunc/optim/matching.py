@@ -81,7 +81,7 @@ def common_kind(columns: list[list[Leaf]]) -> TensorKind | None:
         if (kind := _find_kind(columns, tensors)) is not None and not composable():
             if len(_KINDS) >= 64:
                 _KINDS.clear()
-            _KINDS[counts] = _torch.alike(tensors), kind
+            _KINDS[counts] = _torch.likeness_check(tensors), kind
     return kind
 
 

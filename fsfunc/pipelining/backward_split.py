@@ -32,7 +32,7 @@ from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 from fsfunc import _torch
 from fsfunc._torch import products
-from fsfunc._torch.versions import FUNCTIONS_ARE_OWNED
+from fsfunc._torch.versions import NODES_KEEP_FUNCTIONS_ALIVE
 from fsfunc.pipelining.fused_gradients import find_addition, pull_back
 from fsfunc.runtime.memory import BufferPool
 
@@ -123,7 +123,7 @@ class SplitBackward:
                 to_parameter.add(node)
         group_of = _group_nodes(edges_of, to_parameter - inner, leaves)
         users = _users(edges_of, inner, group_of)
-        owners = {} if FUNCTIONS_ARE_OWNED else _owners(edges_of, self.roots)
+        owners = {} if NODES_KEEP_FUNCTIONS_ALIVE else _owners(edges_of, self.roots)
         groups = list(dict.fromkeys(group_of.values()))
         early: list[GradientEdge] = []
         late: dict[Node, list[Edge]] = defaultdict(list)
@@ -324,7 +324,7 @@ def _owner(node: Node, user: Node) -> Node | None:
 
     A deferred user is a product's node, and no Function's, so it lives by itself.
     """
-    lives_by_itself = not _torch.is_function_node(node) or FUNCTIONS_ARE_OWNED
+    lives_by_itself = not _torch.is_function_node(node) or NODES_KEEP_FUNCTIONS_ALIVE
     return None if lives_by_itself else user
 
 

@@ -58,8 +58,8 @@ class Addition:
         (g,) = grads
         if g is None:
             return _nothing
-        if products.kind_of(self.node) == "lookup":
-            return partial(self._add_rows, products.looked_up(self.node), g)
+        if products.node_kind(self.node) == "lookup":
+            return partial(self._add_rows, products.lookup_indices(self.node), g)
         return partial(self._add_product, products.first_factor(self.node), g)
 
     @torch.no_grad()
@@ -100,11 +100,11 @@ def find_addition(node: Node, pool: BufferPool) -> Addition | None:
         return None
     nodes_between: list[Node] = []
     is_transposed, (below, _) = False, edge
-    while below is not None and products.kind_of(below) in ("turn", "view"):
-        if products.kind_of(below) == "turn":
+    while below is not None and products.node_kind(below) in ("turn", "view"):
+        if products.node_kind(below) == "turn":
             # A transpose next to the product swaps its factors; one of a view, or of a
             # lookup's rows, is something else.
-            if nodes_between or products.kind_of(node) == "lookup":
+            if nodes_between or products.node_kind(node) == "lookup":
                 return None
             is_transposed = True
         nodes_between.append(below)
@@ -173,7 +173,7 @@ def _alone(
     """
     parameter_ids = {id(p) for p in parameters}
     users: dict[Node, int] = dict.fromkeys(roots, 1)  # by node, how many read it
-    stack, candidates, kinds = list(users), [], products.KINDS
+    stack, candidates, kinds = list(users), [], products.NODE_KINDS
     while stack:
         node = stack.pop()
         if kinds[type(node)] in ("product", "lookup"):

@@ -172,7 +172,7 @@ class Observer(Tracer, OperatorMode):
             for x in inputs:
                 if not isinstance(x, _torch.FakeTensor):
                     self._count_captured(x)
-        out = fake_modes.result_below(func, args, kwargs)
+        out = fake_modes.run_operator_below(func, args, kwargs)
         # Silent is what the library does beside the step, such as its own checks.
         if not self.is_paused and (self.ignores_silence or not is_silent()):
             if self.counts_unseen or not _torch.is_view(func, args):

@@ -140,10 +140,10 @@ class _Parted:
         leaves: Sequence[Any],
         treedef: Any,
     ):
-        from fsfunc._torch.partitions import parted  # slow to import
+        from fsfunc._torch.partitions import partitioned  # slow to import
 
         self.places = [i for i, x in enumerate(leaves) if isinstance(x, Tensor)]
-        self.run = parted(partial(self._flat, fn, list(leaves), treedef), share)
+        self.run = partitioned(partial(self._flat, fn, list(leaves), treedef), share)
         self.out: Any = None  # the structure of what it returns, and what is no tensor
 
     def trace(self, leaves: Sequence[Any]) -> None:

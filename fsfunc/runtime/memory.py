@@ -149,7 +149,7 @@ class BufferPool:
             first_fit = bisect_left(self.storages, (size,))
             # The smallest free one that is large enough.
             for _, key, storage in self.storages[first_fit:]:  # noqa: B007
-                if _torch.uses_of(key) == 1:
+                if _torch.storage_uses_by_key(key) == 1:
                     break
             else:
                 storage = self._allocate_in_place(size, first_fit)
@@ -162,7 +162,9 @@ class BufferPool:
 
     def _allocate_in_place(self, size: int, first_fit: int) -> torch.UntypedStorage:
         """Allocates a storage, in place of the free ones that are too small."""
-        in_use = [s for s in self.storages[:first_fit] if _torch.uses_of(s[1]) > 1]
+        in_use = [
+            s for s in self.storages[:first_fit] if _torch.storage_uses_by_key(s[1]) > 1
+        ]
         storage = self.allocate(size)
         self.storages[:first_fit] = [*in_use, (size, storage._cdata, storage)]
         return storage
@@ -170,7 +172,7 @@ class BufferPool:
     def trim(self, n_left: int) -> None:
         """Frees unused buffers, but for the ``n_left`` largest."""
         with self._lock:
-            free = [s for s in self.storages if _torch.uses_of(s[1]) == 1]
+            free = [s for s in self.storages if _torch.storage_uses_by_key(s[1]) == 1]
             for outgrown in free[: max(0, len(free) - n_left)]:
                 self.storages.remove(outgrown)
 

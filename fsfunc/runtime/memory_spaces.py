@@ -156,7 +156,7 @@ class Store:
             for i, (storage_device, nbytes, storage) in enumerate(self._pool):
                 # Of one device: its mark names it, and it may be pinned for that.
                 if size <= nbytes < best_size and storage_device == device:
-                    if _torch.uses_of(storage._cdata) == 1:
+                    if _torch.storage_uses_by_key(storage._cdata) == 1:
                         best, best_size = i, nbytes
                         if nbytes == size:
                             break
@@ -182,7 +182,7 @@ class Store:
         free = {
             i
             for i, entry in enumerate(self._pool)
-            if _torch.uses_of(entry[2]._cdata) == 1
+            if _torch.storage_uses_by_key(entry[2]._cdata) == 1
         }
         total = sum(entry[1] for entry in self._pool) + size
         in_use = total - sum(self._pool[i][1] for i in free)

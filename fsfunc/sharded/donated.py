@@ -94,7 +94,7 @@ class Donation:
         if len(ids := set(map(id, tensors))) < len(tensors):
             return False
         # Two uses: the tensor, and the handle here. Other counts where it was moved.
-        uses = set(map(_torch.uses_of, map(_key, self.storages)))
+        uses = set(map(_torch.storage_uses_by_key, map(_key, self.storages)))
         return uses == {2} and ids.issubset(map(id, self.known[: len(self.storages)]))
 
     def may_write(self, tensors: Iterable[Tensor]) -> list[bool]:
@@ -105,7 +105,9 @@ class Donation:
         handles = [(x, x.untyped_storage()) for x in tensors]
         return [
             (key := storage._cdata) in uses
-            and (_torch.uses_of(key) <= uses[key] + 1 or isinstance(x, _FAKE))
+            and (
+                _torch.storage_uses_by_key(key) <= uses[key] + 1 or isinstance(x, _FAKE)
+            )
             for x, storage in handles
         ]
 

@@ -123,7 +123,7 @@ def refuse(kinds: str, who: str, values: PyTree, *parts: str) -> None:
     if all(map(is_sharded, leaves)):
         return
     plain = [(i, x) for i, x in enumerate(leaves) if not is_sharded(x)]
-    with _torch.plain_tensors():  # donated leaves are refused elsewhere
+    with _torch.as_plain_tensors():  # donated leaves are refused elsewhere
         refused = [
             (i, text) for i, x in plain for is_kind, text in checks if is_kind(x)
         ]

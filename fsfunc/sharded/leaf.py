@@ -101,7 +101,7 @@ class Sharded:
         """
         flat, start, stop = self._range  # type: ignore[misc]
         # The usual case: no mode, level or grad setting in force would change the view.
-        if self.parts is None and _torch.plainly(flat):
+        if self.parts is None and _torch.only_autograd_sees(flat):
             self._part = flat[start:stop]
             return
         with torch.enable_grad(), _torch.beneath_functorch():

@@ -34,7 +34,7 @@ def lay_leaf(x: Tensor, placement: Whole | Own | None = WHOLE) -> None:
     x = _torch.unwrapped(x)
     if x.layout != torch.strided:
         return
-    with _torch.plain_tensors():  # a donated leaf too
+    with _torch.as_plain_tensors():  # a donated leaf too
         placements, leaf_range = _LAID.get(x), _range(x)
         if placements is None:
             placements = _LAID[x] = {}
@@ -49,7 +49,7 @@ def placement_of(x: Leaf) -> Whole | Own | None:
     if not isinstance(x, Tensor):
         return None
     x = _torch.unwrapped(x)
-    with _torch.plain_tensors():
+    with _torch.as_plain_tensors():
         placements = _LAID.get(x)
         return placements.get(_range(x)) if placements else None
 

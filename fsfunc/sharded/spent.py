@@ -42,7 +42,7 @@ class Spent:
         raise RuntimeError(cls.why)
 
     def refuse(self) -> NoReturn:
-        with _torch.plain_tensors():  # else reading the shape would raise, too
+        with _torch.as_plain_tensors():  # else reading the shape would raise, too
             tensor = describe_tensor(self.shape, self.dtype)  # type: ignore[attr-defined]
         raise RuntimeError(f"{tensor}: {self.why}")
 

@@ -179,7 +179,7 @@ class InitTape(_torch.OperatorMode):
                 return Replay(self).view(self.ref(args[0])).item()
         # Before it runs: `x.t_()` and `x.resize_()` change places.
         refs = _exchange((args, kwargs), Tensor, self.ref)
-        writes = tuple(map(self.ref, _torch.written(func, args, kwargs)))
+        writes = tuple(map(self.ref, _torch.tensors_written(func, args, kwargs)))
         out = func(*args, **kwargs)
         fake_modes.forget_fakes(self.fake)
         if _METADATA in func.tags:
@@ -319,7 +319,7 @@ class InitTape(_torch.OperatorMode):
         """Runs an operator on real tensors."""
         # Operators of the tape that have read a tensor are replayed later, on what they
         # have read: on a copy. A later reader finds what is written now.
-        for x in _torch.written(func, args, kwargs):
+        for x in _torch.tensors_written(func, args, kwargs):
             shadow = self._shadows.pop(_torch.storage_key(x), None)
             if shadow is not None:
                 storage = self.storages[self._numbers[_torch.storage_key(shadow)]]

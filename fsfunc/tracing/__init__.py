@@ -3,25 +3,25 @@
 All runs begin alike (`runs.without_data`); each adds its own observer:
 
 - ``place`` and ``init_state`` record the step: a `recorder.Recorder` notes which leaves
-  units take (they are `groups.Recorded`), and `groups` says which of them share a
+  units take (they are `groups.Recorded`), and `groups` derives which of them share a
   buffer.
 - A sharded call is type checked once for each set of shapes, at ``init_state`` or
-  before it first runs, unless the record shows that no types are at stake:
-  `type_check` has a `checker.Checker` hold each value between units against its type.
-  What it refuses is listed in `rules`, each with its words. Results have `types` by the
-  classes of `operators`, given by `typed_operators` from the facts in `knowledge`.
-  Where tensors without data cannot go on it runs on copies.
+  before it first runs, unless the record shows that no rule can be broken: in the runs
+  of `type_check` a `checker.Checker` gives each value between units a type. What it
+  refuses is listed in `rules`, with its messages. `types` has the types of results, by
+  the classes of `operators`; `typed_operators` applies them, with the facts in
+  `knowledge`. Where tensors without data cannot go on, the runs are on copies.
 - A pipelined loss is traced for each shape of microbatch, as ``ff.program`` does by
   hand: a stage of `tracer` runs every unit call and adds it to a `programs.Program`,
   with the dependencies and costs of its inputs (`dataflow`). Pipelines cut it.
 
 Recorder and checker are the frame's tracer, a `tracers.Tracer`; the third decides about
-unit calls, as a `frames.Stage` does. Operators are seen in an `_torch.OperatorMode`, or
-in a mode of torch functions. Two more rooms trace so: ``plan`` a step
-(``planning.observer``), and ``init_state`` an init function, whose operators it keeps
+unit calls, as a `frames.Stage` does. Operators are seen in an `_torch.OperatorMode`,
+functions of torch in a mode of `torch_calls`. Two more rooms trace so: ``plan`` a step
+(``planning.observer``), and ``init_state`` an init function, whose operators it records
 to run them again in part (``state.init_tape``).
 
-runs.py operators.py   shared: the harness, operators, facts by storage
+runs.py operators.py   shared: the harness; classes of operators, and their FLOPs
 tracer.py programs.py   ff.program: the unit calls of a loss, which pipelines cut
 dataflow.py         dependencies and FLOPs
 recorder.py groups.py   leaves that units take, and their buffers

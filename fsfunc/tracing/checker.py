@@ -45,6 +45,7 @@ from fsfunc.tracing.steadiness import NumbersGiven, StandIns, observe_numbers
 from fsfunc.tracing.torch_calls import check_tracked
 from fsfunc.tracing.typed_operators import TypedOperators
 from fsfunc.tracing.types import PARTS, Kind, is_equal_on_ranks, misuse_case, moved_kind
+from fsfunc.tree import Leaf, PyTree
 
 
 class Checker(Tracer, Watcher, TypedOperators):
@@ -94,46 +95,46 @@ class Checker(Tracer, Watcher, TypedOperators):
         # What a backward pass sends is followed as a gradient: see `reduced`.
         if _torch.current_node() is None:
             made_of, line = (
-                self.fact_table.provenance(x),
+                self.facts.provenance(x),
                 f"{linear_map.op} at {source_line()}",
             )
             made_of = made_of.changed_at(line) if linear_map.is_comparison else made_of
-            value = hash((linear_map.op, linear_map.to, self.fact_table.value_key(x)))
-            self.fact_table.change(y, provenance=made_of, value_key=value)
+            value = hash((linear_map.op, linear_map.to, self.facts.value_key(x)))
+            self.facts.change(y, provenance=made_of, value_key=value)
 
     def _check_moved(
         self, x: Tensor, linear_map: LinearMap, ranks: RankGroup, y: Tensor
     ) -> None:
         """Notes the type of what a linear map makes; raises where it is misused."""
         if ranks.size == 1:
-            self.fact_table.set_kind(y, Kind.A, f"what {linear_map.op} gives")
+            self.facts.set_kind(y, Kind.A, f"what {linear_map.op} gives")
             return
         # Types are about the axes over which the loss is a mean: along others (of tensor
         # parallelism) a value keeps its type, and `split_work` follows it.
         if not ranks.loss_is_mean:
-            facts = self.fact_table.of(x)
+            facts = self.facts.of(x)
             # A row of terms has the type of parts, as the library made it.
             sums_terms = linear_map.of == "P" and facts.kind in (Kind.P, Kind.S)
             if sums_terms and set(ranks.axis) & set(here().mean_axes):
                 facts = TensorFacts(
                     Kind.A, f"what {linear_map.op} gives", source_line()
                 )
-            self.fact_table.set(y, facts)
+            self.facts.set(y, facts)
             return
-        facts, node = self.fact_table.of(x), _torch.current_node()
+        facts, node = self.facts.of(x), _torch.current_node()
         if node is not None:
             self._sending_nodes.add(_torch.sequence_number(node))
         if node is not None and self.nodes.is_in_unit_body(
             node, self.nodes.new_numbers()
         ):
-            self.fact_table.set_kind(y, self.rank_local_kind, "a unit's derivative")
+            self.facts.set_kind(y, self.local_kind, "a unit's derivative")
             return
         if (
             linear_map == PART_AS_LOCAL
             and facts.kind is Kind.A
             and (is_internal() or node is not None)
         ):
-            self.fact_table.set(y, facts)  # an expert's block, gathered over other axes
+            self.facts.set(y, facts)  # an expert's block, gathered over other axes
             return
         case, name = misuse_case(linear_map, facts.kind), linear_map.op
         if case == "disagrees" and (unit := current_label()[0]):
@@ -154,14 +155,14 @@ class Checker(Tracer, Watcher, TypedOperators):
             # A constant that the user casts is declared to be one value.
             if facts.kind is Kind.K and memory_key(x) in self._cast_memory:
                 kind = Kind.A
-        self.fact_table.set_kind(y, kind, f"what {linear_map.op} gives")
+        self.facts.set_kind(y, kind, f"what {linear_map.op} gives")
 
     def collective_called(
         self, x: Tensor, linear_map: LinearMap, ranks: RankGroup
     ) -> None:
         if not ranks.loss_is_mean or frame().path:
             return
-        facts = self.fact_table.of(x)
+        facts = self.facts.of(x)
         if facts.kind in PARTS and linear_map != PART_AS_LOCAL:
             raise operand_error("parts", linear_map.op, [facts])
         if linear_map == ENTER:
@@ -169,64 +170,60 @@ class Checker(Tracer, Watcher, TypedOperators):
         if _torch.function_runs():
             self._function_nodes.append(self.nodes.function_numbers())
 
-    def claimed_equal(self, x: tree.Leaf, what: str) -> None:
+    def claimed_equal(self, x: Leaf, caller: str) -> None:
         if frame().path:
             return
         if not isinstance(x, Tensor):
             self.record_agreed(
-                what,
+                caller,
                 describe_value(x),
-                describe_lines(what, x, ask_schedules_and_masks(())),
+                describe_lines(caller, x, ask_schedules_and_masks(())),
             )
             return
-        facts, alike = self.fact_table.of(x), True
+        facts, alike = self.facts.of(x), True
         if facts.kind is Kind.K:
             alike = self._record_event(
-                what, (facts.digest, partial_view(x)), source_line()
+                caller, (facts.digest, partial_view(x)), source_line()
             )
         if facts.kind is Kind.V or not alike:
-            raise operand_error("disagrees", what, [facts])
+            raise operand_error("disagrees", caller, [facts])
 
-    def summed_locally(self, x: Tensor, what: str) -> None:
-        facts = self.fact_table.of(x)
+    def summed_locally(self, x: Tensor, caller: str) -> None:
+        facts = self.facts.of(x)
         if facts.kind in PARTS and not frame().path:
-            raise operand_error("lost", what, [facts])
+            raise operand_error("lost", caller, [facts])
 
-    def claimed_rank_local(self, x: Tensor, ranks: RankGroup, what: str) -> None:
+    def claimed_rank_local(self, x: Tensor, ranks: RankGroup, caller: str) -> None:
         if ranks.size > 1:
             lacking = self.split_work.followed(ranks.axis) - self.split_work.of(x)
             if shared_axes := [a for a in ranks.axis if a in lacking]:
-                raise rule_error("counted", op=what, axis=shared_axes[0])
+                raise rule_error("counted", op=caller, axis=shared_axes[0])
 
-    def check_measured(self, what: str, *tensors: Tensor) -> None:
+    def check_measured(self, caller: str, *tensors: Tensor) -> None:
         """Raises if a shape is read of a leaf's part, where the leaf has other dims.
 
         Args:
-            what: the function that reads it.
+            caller: the function that reads it.
             tensors: the tensor; or several, of which one gives the others its shape.
         """
-        facts = [self.fact_table.of(x) for x in tensors]
+        facts = [self.facts.of(x) for x in tensors]
         parts = [x for x in facts if x.kind is Kind.S or x.flat]
         if parts and not frame().path and (len(facts) == 1 or len(parts) < len(facts)):
-            raise operand_error("shape", what, parts[:1])
+            raise operand_error("shape", caller, parts[:1])
 
     def leaf_made(self, leaf: Sharded) -> None:
-        facts = self.fact_table.of(leaf._local)
+        facts = self.facts.of(leaf._local)
         if facts.kind not in PARTS and leaf.ndim > 1:
-            self.fact_table.set(leaf._local, facts._replace(flat=True))
+            self.facts.set(leaf._local, facts._replace(flat=True))
 
     def typed_like(self, y: Tensor, x: Tensor) -> Tensor:
-        self.fact_table.set(y := y.clone(), self.fact_table.of(x))
+        self.facts.set(y := y.clone(), self.facts.of(x))
         return y
 
     def type_declared(self, y: Tensor, kind: str) -> None:
-        facts, is_alone = self.fact_table.of(y), self.rank_local_kind is Kind.A
-        self.fact_table.set_kind(
-            y, Kind.A if is_alone else Kind[kind], "what assume gave"
-        )
-        self.fact_table.change(
-            y, provenance=facts.provenance, value_key=facts.value_key
-        )
+        facts, is_alone = self.facts.of(y), self.local_kind is Kind.A
+        self.facts.set_kind(y, Kind.A if is_alone else Kind[kind], "what assume gave")
+        self.facts.change(y, provenance=facts.provenance, value_key=facts.value_key)
 
     def note_use(self, x: Tensor) -> None:
         # The results of a Function around a collective: its backward must send too, or
@@ -254,8 +251,8 @@ class Checker(Tracer, Watcher, TypedOperators):
     def on_call(
         self,
         key: tuple[Hashable, ...],
-        args: tuple[tree.PyTree, ...],
-        keywords: dict[str, tree.PyTree],
+        args: tuple[PyTree, ...],
+        keywords: dict[str, PyTree],
         mean: Sequence[str],
     ) -> None:
         """Notes the types of the arguments of a sharded function.
@@ -273,15 +270,15 @@ class Checker(Tracer, Watcher, TypedOperators):
                 value = hash((i, path))
                 if isinstance(x, Sharded):
                     self.split_work.add_part(x)
-                    is_cut = self.rank_local_kind is Kind.V and set(
-                        x.layout.axes
-                    ) & set(mean)
+                    is_cut = self.local_kind is Kind.V and set(x.layout.axes) & set(
+                        mean
+                    )
                     facts = placed_facts(x, Kind.S if is_cut else Kind.I, name)
-                    self.fact_table.add_argument(
+                    self.facts.add_argument(
                         _memory_tensor(x), facts._replace(value_key=value)
                     )
                     if x._range is not None:
-                        self.fact_table.name_leaf(*x._range, name)
+                        self.facts.name_leaf(*x._range, name)
                 elif isinstance(x, Tensor):
                     layout = placement_of(x)
                     is_rank_local = (
@@ -290,15 +287,13 @@ class Checker(Tracer, Watcher, TypedOperators):
                         or isinstance(layout, Own)
                         or self._is_rank_local(x)
                     )
-                    kind = self.rank_local_kind if is_rank_local else Kind.I
+                    kind = self.local_kind if is_rank_local else Kind.I
                     self._replicated_memory |= (
                         set() if is_rank_local else {memory_key(x)}
                     )
-                    self.fact_table.add_argument(
-                        x, TensorFacts(kind, name, value_key=value)
-                    )
+                    self.facts.add_argument(x, TensorFacts(kind, name, value_key=value))
 
-    def mark_numbers(self, values: tree.PyTree) -> tree.PyTree:
+    def mark_numbers(self, values: PyTree) -> PyTree:
         return observe_numbers(values, self.stand_ins.answer)
 
     def on_take(self, name: str, leaves: Iterable[Sharded]) -> None:
@@ -310,8 +305,8 @@ class Checker(Tracer, Watcher, TypedOperators):
             self._gathered = name, leaves
 
     def wrap_gathered(
-        self, call: Call, run: Callable[..., tree.PyTree]
-    ) -> Callable[..., tree.PyTree]:
+        self, call: Call, run: Callable[..., PyTree]
+    ) -> Callable[..., PyTree]:
         """Returns ``run`` with all that it does typed as a unit's body is.
 
         Transforms inside ``shard`` compute with gathered parameters before the body,
@@ -321,14 +316,12 @@ class Checker(Tracer, Watcher, TypedOperators):
         if call_frame.path:
             return run
 
-        def inner(
-            params: tree.PyTree, /, *inputs: tree.PyTree, **keywords: tree.PyTree
-        ) -> tree.PyTree:
+        def inner(params: PyTree, /, *inputs: PyTree, **keywords: PyTree) -> PyTree:
             arguments = params, inputs, keywords
             memory_taken, memory_before = self._memory_keys(arguments), self.unit_memory
             start = _torch.next_sequence_number()
-            tangents = self._tangents(self.fact_table.tensors_in(arguments))
-            self.captured = self.fact_table.provenances([arguments, tangents])
+            tangents = self._tangents(self.facts.tensors_in(arguments))
+            self.captured = self.facts.provenances([arguments, tangents])
             self.unit_memory = memory_before | memory_taken
             with inside(frame().replace(path=call.path, numbers=call.numbers)):
                 out = run(params, *inputs, **keywords)
@@ -338,7 +331,7 @@ class Checker(Tracer, Watcher, TypedOperators):
 
         return inner
 
-    def _memory_keys(self, values: tree.PyTree) -> set[int]:
+    def _memory_keys(self, values: PyTree) -> set[int]:
         """Returns the memory of the tensors that a unit is given.
 
         Of leaves split over other axes these are the gathered blocks.
@@ -355,24 +348,24 @@ class Checker(Tracer, Watcher, TypedOperators):
     def run_body(
         self,
         call: Call,
-        params: tree.PyTree,
-        inputs: tuple[tree.PyTree, ...],
-        keywords: dict[str, tree.PyTree],
-    ) -> tree.PyTree:
+        params: PyTree,
+        inputs: tuple[PyTree, ...],
+        keywords: dict[str, PyTree],
+    ) -> PyTree:
         """Runs a unit's function, whose results are the rank's own."""
         outermost = not call.frame.path
         if outermost:
             for x in tree.leaves((inputs, keywords), is_leaf=is_sharded):
-                if isinstance(x, Tensor) and self.fact_table.kind(x) in PARTS:
-                    raise operand_error("input", call.name, [self.fact_table.of(x)])
+                if isinstance(x, Tensor) and self.facts.kind(x) in PARTS:
+                    raise operand_error("input", call.name, [self.facts.of(x)])
         memory_taken = self._memory_keys((params, inputs, keywords))
         start, memory_before = _torch.next_sequence_number(), self.unit_memory
         arguments = (params, inputs, keywords)
         if outermost and self._gathered[0] == f"unit {call.name!r}":
             arguments, self._gathered = (*arguments, self._gathered[1]), ("", [])
         if outermost:
-            tangents = self._tangents(self.fact_table.tensors_in(arguments))
-            self.captured = self.fact_table.provenances([arguments, tangents])
+            tangents = self._tangents(self.facts.tensors_in(arguments))
+            self.captured = self.facts.provenances([arguments, tangents])
         # Whole parameters may lie in the memory of their parts: what the body was given
         # it may read.
         self.unit_memory = memory_before | memory_taken
@@ -387,12 +380,12 @@ class Checker(Tracer, Watcher, TypedOperators):
     def _type_outputs(
         self,
         call: Call,
-        out: tree.PyTree,
+        out: PyTree,
         memory_taken: set[int],
-        arguments: tree.PyTree,
+        arguments: PyTree,
         *,
         retype: bool = True,
-    ) -> tree.PyTree:
+    ) -> PyTree:
         """Returns a unit's outputs, typed as the rank's own.
 
         Args:
@@ -407,13 +400,10 @@ class Checker(Tracer, Watcher, TypedOperators):
             f"{name} at {source_line()}"
         )
         call_key = hash(
-            (
-                call.unit,
-                *map(self.fact_table.value_key, self.fact_table.tensors_in(arguments)),
-            )
+            (call.unit, *map(self.facts.value_key, self.facts.tensors_in(arguments)))
         )
 
-        def type_output(y: tree.Leaf) -> tree.Leaf:
+        def type_output(y: Leaf) -> Leaf:
             if not isinstance(y, Tensor) or not retype and self._is_rank_local(y):
                 return y
             # An input that the unit returns as it is: in its memory a type would be the
@@ -424,13 +414,9 @@ class Checker(Tracer, Watcher, TypedOperators):
             for x in (y, *self._tangents([y])):  # made in the body, as ``y`` was
                 value = hash((call_key, next(counter)))
                 facts = TensorFacts(
-                    self.rank_local_kind,
-                    title,
-                    line,
-                    value_key=value,
-                    provenance=provenance,
+                    self.local_kind, title, line, value_key=value, provenance=provenance
                 )
-                self.fact_table.set(x, facts)
+                self.facts.set(x, facts)
             return y
 
         return tree.map(type_output, out, is_leaf=is_sharded)
@@ -446,12 +432,9 @@ class Checker(Tracer, Watcher, TypedOperators):
     # Derivatives
 
     def on_gradient(
-        self,
-        arguments: tree.PyTree,
-        gradients: tree.PyTree,
-        averaged: Callable[[Tensor], bool],
+        self, variables: PyTree, gradients: PyTree, averaged: Callable[[Tensor], bool]
     ) -> None:
-        for x, g in gradient_pairs(arguments, gradients):
+        for x, g in gradient_pairs(variables, gradients):
             if isinstance(x, Sharded) and isinstance(g, Sharded):
                 self._check_gradient(x._local, g._local)
             elif isinstance(x, Tensor):
@@ -459,122 +442,112 @@ class Checker(Tracer, Watcher, TypedOperators):
 
     def on_reduced(
         self,
-        arguments: tree.PyTree,
-        gradients: tree.PyTree,
-        differentiated: Sequence[tree.PyTree],
-        value: Sequence[tree.PyTree],
+        variables: PyTree,
+        gradients: PyTree,
+        value_and_args: Sequence[PyTree],
+        mean_value: Sequence[PyTree],
     ) -> None:
-        for x in self.fact_table.tensors_in(
-            differentiated[0]
-        ):  # the loss, not what is returned beside it
+        # Of the loss, not of what is returned beside it.
+        for x in self.facts.tensors_in(value_and_args[0]):
             if (split_axes := self.split_work.of(x)) and not frame().path:
                 raise rule_error("loss", line=source_line(), axis=min(split_axes))
-        names = _combined_names(value[1])
+        names = _combined_names(mean_value[1])
         if not self._record_event("a loss", names, source_line()):
             text = ", ".join(names) or "none"
             raise rule_error("beside", line=source_line(), text=text)
-        self._type_sharded_gradients(arguments, gradients)
-        # Where a loss is only evaluated, its mean is of all parameters it is given.
+        self._type_sharded_gradients(variables, gradients)
+        # A loss that is only evaluated (``ff.value``) is a mean too, which may not meet
+        # that of other rows: it counts as one by all that it was given.
         inputs, tensor_gradients = (
-            zip(*gradient_pairs(arguments, gradients), strict=True)
-            if arguments
-            else (differentiated[1:], ())
+            zip(*gradient_pairs(variables, gradients), strict=True)
+            if variables
+            else (value_and_args[1:], ())
         )
         means = [
-            x
-            for x in self.fact_table.tensors_in(value)
-            if self.fact_table.kind(x) is Kind.A
+            x for x in self.facts.tensors_in(mean_value) if self.facts.kind(x) is Kind.A
         ]
-        self._note_gradients(inputs, tensor_gradients, differentiated)
-        self._note_gradients(inputs, means, differentiated, is_loss=True)
+        self._note_gradients(inputs, tensor_gradients, value_and_args)
+        self._note_gradients(inputs, means, value_and_args, is_loss=True)
 
     def _note_gradients(
         self,
-        arguments: tree.PyTree,
-        gradients: tree.PyTree,
-        differentiated: tree.PyTree,
+        variables: PyTree,
+        gradients: PyTree,
+        outputs: PyTree,
         is_loss: bool = False,
     ) -> None:
         """Notes of what gradients are made: those by parameters are means of rows.
 
         Args:
-            arguments: what is differentiated by.
+            variables: what is differentiated by.
             gradients: the gradients; or the means of losses, which are followed alike.
-            differentiated: the differentiated values, their arguments, and cotangents.
+            outputs: the differentiated values, their arguments, and cotangents.
             is_loss: whether ``gradients`` are means of losses.
         """
-        facts = [self.fact_table.of(x) for x in self.fact_table.tensors_in(arguments)]
+        # A gradient is known by the values that it is by: of two gradient calls by the
+        # same parameters, the gradients of other rows must not meet.
+        facts = [self.facts.of(x) for x in self.facts.tensors_in(variables)]
         values = tuple(x.value_key for x in facts if x.kind in (Kind.S, Kind.I))
         line = f"the derivative at {source_line()}"
         made_of = join(
-            [
-                *self.fact_table.provenances(differentiated),
-                *rows_of_derivative(self.fact_table, differentiated),
-            ]
+            [*self.facts.provenances(outputs), *rows_of_derivative(self.facts, outputs)]
         )
         made_of = made_of.changed_at(line)
-        averages = bool(values) and self.rank_local_kind is Kind.V
+        averages = bool(values) and self.local_kind is Kind.V
         shares = frozenset(((made_of.rows, 1.0),))
         gradient = Gradient(hash(values), made_of.rows, shares, is_loss=is_loss)
         # Under vmap there is a gradient for each of several vectors, as in jacrev.
         is_mapped = any(
-            _torch.mapped_at(c) for c in self.fact_table.tensors_in(differentiated)
+            _torch.vmap_levels_of(c) for c in self.facts.tensors_in(outputs)
         )
-        for g in self.fact_table.tensors_in(gradients):
+        for g in self.facts.tensors_in(gradients):
             provenance = made_of
-            if averages and self.fact_table.kind(g) is not Kind.V:
-                stacked = _torch.mapped_dim(g) if is_mapped else None
+            if averages and self.facts.kind(g) is not Kind.V:
+                stacked = _torch.vmap_dim(g) if is_mapped else None
                 stacked_gradient = (
                     gradient if stacked is None else replace(gradient, stacked=stacked)
                 )
                 provenance = made_of._replace(
                     gradients=made_of.gradients | {stacked_gradient}
                 )
-            self.fact_table.change(g, provenance=provenance)
+            self.facts.change(g, provenance=provenance)
 
-    def _type_sharded_gradients(
-        self, arguments: tree.PyTree, gradients: tree.PyTree
-    ) -> None:
+    def _type_sharded_gradients(self, variables: PyTree, gradients: PyTree) -> None:
         """Types gradients by sharded leaves as these, whose layouts they have."""
         flat_memory: set[int] = set()  # memory of which a part has several dims
-        for x, g in gradient_pairs(arguments, gradients):
+        for x, g in gradient_pairs(variables, gradients):
             if isinstance(x, Sharded) and isinstance(g, Sharded):
                 kind, name = (
-                    self.fact_table.kind(_memory_tensor(x)),
+                    self.facts.kind(_memory_tensor(x)),
                     f"the gradient by {x.name!r}",
                 )
                 facts, memory_tensor = placed_facts(g, kind, name), _memory_tensor(g)
                 key = memory_key(memory_tensor)
                 flat_memory |= {key} if facts.flat else set()
                 facts = facts._replace(line=source_line(), flat=key in flat_memory)
-                self.fact_table.set(memory_tensor, facts)
+                self.facts.set(memory_tensor, facts)
                 self._parameter_memory |= (
                     {memory_key(_memory_tensor(x))} if kind is Kind.I else set()
                 )
 
     def check_pulled(
-        self,
-        inputs: Sequence[tree.Leaf],
-        grads: Sequence[tree.Leaf],
-        of: tree.PyTree,
+        self, variables: Sequence[Leaf], gradients: Sequence[Leaf], outputs: PyTree
     ) -> None:
         """Checks gradients of ``torch.autograd.grad`` or ``backward``, and notes them.
 
         Nothing averages these over the ranks afterwards.
 
         Args:
-            inputs: what is differentiated by.
-            grads: the gradients.
-            of: the differentiated values, and the cotangents.
+            variables: what is differentiated by.
+            gradients: the gradients.
+            outputs: the differentiated values, and the cotangents.
         """
         if not frame().path and not is_internal():
-            for x, g in zip(inputs, grads, strict=True):
+            for x, g in zip(variables, gradients, strict=True):
                 self._check_gradient(x, g)
-            self._note_gradients(inputs, grads, of)
+            self._note_gradients(variables, gradients, outputs)
 
-    def _check_gradient(
-        self, x: tree.Leaf, g: tree.Leaf, averaged: bool = False
-    ) -> None:
+    def _check_gradient(self, x: Leaf, g: Leaf, averaged: bool = False) -> None:
         """Compares the type of a gradient with that of what it is a gradient by.
 
         Args:
@@ -587,15 +560,15 @@ class Checker(Tracer, Watcher, TypedOperators):
         """
         if not isinstance(x, Tensor) or not isinstance(g, Tensor):
             return
-        x_facts, g_facts = self.fact_table.of(x), self.fact_table.of(g)
+        x_facts, g_facts = self.facts.of(x), self.facts.of(g)
         if x_facts.kind is Kind.I:
             self._parameter_memory.add(memory_key(x))
         if x_facts.flat and not (g_facts.flat or _torch.is_wrapped(g)):
-            self.fact_table.change(g, flat=True)
+            self.facts.change(g, flat=True)
         if x_facts.kind is Kind.S:
             if g_facts.kind is Kind.V:
                 raise operand_error("own gradient", "", [x_facts, g_facts])
-            self.fact_table.set_kind(g, Kind.S, x_facts.title)
+            self.facts.set_kind(g, Kind.S, x_facts.title)
         elif g_facts.kind in PARTS:
             raise operand_error("term", "", [x_facts, g_facts])
         elif (
@@ -608,7 +581,7 @@ class Checker(Tracer, Watcher, TypedOperators):
         elif x_facts.from_parameters and g_facts.kind is Kind.V and not averaged:
             raise operand_error("made of one", "", [x_facts, g_facts])
 
-    def on_return(self, args: tuple[tree.PyTree, ...], out: tree.PyTree) -> None:
+    def on_return(self, args: tuple[PyTree, ...], out: PyTree) -> None:
         """Compares the types of what a sharded function returns with what it was given.
 
         Raises:
@@ -620,11 +593,9 @@ class Checker(Tracer, Watcher, TypedOperators):
             ):
                 leaf = TensorFacts(Kind.I, repr(y.name) if y.name else "a placed leaf")
                 raise operand_error(
-                    "returned", "", [leaf, self.fact_table.of(memory_tensor)]
+                    "returned", "", [leaf, self.facts.of(memory_tensor)]
                 )
-            facts = (
-                self.fact_table.of(y) if isinstance(y, Tensor) and y.ndim < 2 else None
-            )
+            facts = self.facts.of(y) if isinstance(y, Tensor) and y.ndim < 2 else None
             if facts and (facts.flat or facts.kind in PARTS - {Kind.R}):
                 raise operand_error("bare", "", [facts])
         new_state = returned_state(args, out)
@@ -636,23 +607,21 @@ class Checker(Tracer, Watcher, TypedOperators):
         leaves, treedef = tree.flatten(args[0] if args else (), is_leaf=is_sharded)
         for x in leaves:
             if self._is_rank_local(x) and memory_key(x) in self._replicated_memory:
-                raise operand_error("written", "", [self.fact_table.of(x)])
+                raise operand_error("written", "", [self.facts.of(x)])
         if treedef != new_def:
             return  # it returns no state, whose leaves could be compared
         for x, y in zip(leaves, new_leaves, strict=True):
             if not (isinstance(x, Tensor) and self._is_rank_local(y)):
                 continue
             if x.shape == y.shape and _torch.storage_key(x) in self._parameter_memory:
-                raise operand_error(
-                    "returned", "", [*map(self.fact_table.of, (x, y))], None
-                )
+                raise operand_error("returned", "", [*map(self.facts.of, (x, y))], None)
 
-    def _is_rank_local(self, x: tree.Leaf) -> bool:
+    def _is_rank_local(self, x: Leaf) -> bool:
         """Returns whether ``x`` is a tensor that differs from rank to rank."""
-        return isinstance(x, Tensor) and self.fact_table.kind(x) is Kind.V
+        return isinstance(x, Tensor) and self.facts.kind(x) is Kind.V
 
 
-def _combined_names(aux: tree.PyTree) -> tuple[str, ...]:
+def _combined_names(aux: PyTree) -> tuple[str, ...]:
     """Returns the paths of auxiliary outputs that ranks combine, and in which way.
 
     Each of them takes a collective, which all ranks must call.

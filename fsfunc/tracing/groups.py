@@ -23,6 +23,7 @@ from fsfunc.sharded.layout import Layout, Owned
 from fsfunc.sharded.leaf import OPERATORS, FlatShard, Sharded, is_sharded
 from fsfunc.sharded.placements import Placement
 from fsfunc.tracing.runs import LaysOut
+from fsfunc.tree import Leaf
 
 
 class Recorded(Sharded):
@@ -43,7 +44,7 @@ class Recorded(Sharded):
     def _refuse(self, message: str) -> NoReturn:
         raise RuntimeError(message)
 
-    def tree_beside(self, other: tree.Leaf) -> list[tree.Leaf] | None:
+    def tree_beside(self, other: Leaf) -> list[Leaf] | None:
         # What no unit takes stays a plain tensor; what one does, a later run refuses.
         other = recorded_tensor(other)
         if isinstance(other, Tensor) and other.shape == self.layout.shape:
@@ -64,21 +65,21 @@ class Recorded(Sharded):
         kwargs: _torch.Kwargs | None = None,
     ) -> Any:
         arguments: Any = args, kwargs or {}
-        args, kwargs = tree.map(recorded_tensor, arguments, is_leaf=is_sharded)
-        return func(*args, **kwargs)
+        tensors: Any = tree.map(recorded_tensor, arguments, is_leaf=is_sharded)
+        return func(*tensors[0], **tensors[1])
 
 
-def recorded_tensor(x: tree.Leaf) -> tree.Leaf:
+def recorded_tensor(x: Leaf) -> Leaf:
     """Returns the tensor that a recorded leaf passes for; anything else as it is."""
     return x.local if isinstance(x, Recorded) else x
 
 
-def local_tensor(x: tree.Leaf) -> tree.Leaf:
+def local_tensor(x: Leaf) -> Leaf:
     """Returns the tensor that this rank holds of a leaf; anything else as it is."""
     return x.local if isinstance(x, Sharded) else x
 
 
-def whole_placeholder(x: tree.Leaf) -> tree.Leaf:
+def whole_placeholder(x: Leaf) -> Leaf:
     """Returns what a unit is given for a leaf that has a layout already: zeros."""
     if not isinstance(x, Sharded):
         return x
@@ -89,7 +90,7 @@ def whole_placeholder(x: tree.Leaf) -> tree.Leaf:
     return Sharded(part.new_zeros(part_shape), layout)
 
 
-def unit_placeholder(x: tree.Leaf, layout: Layout) -> tree.Leaf:
+def unit_placeholder(x: Leaf, layout: Layout) -> Leaf:
     """Returns what a unit is given for a recorded leaf: a tensor, or a rank's part.
 
     Args:
@@ -144,7 +145,7 @@ class LeafGroup:
 
 
 @dataclass
-class RecordedCall:
+class RecordedUnitCall:
     """One unit call of a recorded step, and the leaves that it was given.
 
     Args:
@@ -190,12 +191,7 @@ _GroupKey: TypeAlias = tuple[
 # The unit, the dtype, the names of the first leaves, the paths, the owner, and the
 # dtype to compute in.
 _MergedGroup: TypeAlias = tuple[
-    tuple[str, ...],
-    torch.dtype,
-    str,
-    list[str],
-    tuple[Owned, ...],
-    torch.dtype | None,
+    tuple[str, ...], torch.dtype, str, list[str], tuple[Owned, ...], torch.dtype | None
 ]
 
 
@@ -221,7 +217,7 @@ class Findings:
     """
 
     layouts: dict[str, Layout] = field(default_factory=dict)
-    unit_calls: list[RecordedCall] = field(default_factory=list)
+    unit_calls: list[RecordedUnitCall] = field(default_factory=list)
     read_in_units: dict[_Reading, _Where] = field(default_factory=dict)
     read_outside: dict[str, _Where] = field(default_factory=dict)
     trained: set[str] = field(default_factory=set)
@@ -283,9 +279,9 @@ class Findings:
         )
         return (set(whole_reads) | self.rank_local) - gathered_leaves
 
-    def _calls_by_leaf(self) -> dict[str, list[RecordedCall]]:
+    def _calls_by_leaf(self) -> dict[str, list[RecordedUnitCall]]:
         """Returns the unit calls that were given each leaf, by path."""
-        calls: dict[str, list[RecordedCall]] = defaultdict(list)
+        calls: dict[str, list[RecordedUnitCall]] = defaultdict(list)
         for call in self.unit_calls:
             for path in call.leaves:
                 calls[path].append(call)
@@ -327,7 +323,8 @@ class Findings:
             )
             paths_by_key.setdefault(key, []).append(path)
         ordered = sorted(
-            paths_by_key.items(), key=lambda item: item[0][0] or ((1 << 30,),)
+            paths_by_key.items(),
+            key=lambda key_and_paths: key_and_paths[0][0] or ((1 << 30,),),
         )
         merged = _merge_small(ordered, min_bytes, self.layouts)
         return [
@@ -336,7 +333,7 @@ class Findings:
         ]
 
     def _gathers(
-        self, call: RecordedCall, path: str, calls: list[RecordedCall]
+        self, call: RecordedUnitCall, path: str, calls: list[RecordedUnitCall]
     ) -> bool:
         """Returns whether ``call`` gathers the leaf: not if a unit around it does.
 
@@ -382,18 +379,18 @@ class Findings:
         return order
 
 
-def _takes(calls: list[RecordedCall], numbers: tuple[int, ...]) -> bool:
+def _takes(calls: list[RecordedUnitCall], numbers: tuple[int, ...]) -> bool:
     """Returns whether unit call ``numbers``, or one around it, is among ``calls``."""
     return any(call.numbers == numbers[: len(call.numbers)] for call in calls)
 
 
-def _owner(calls: list[RecordedCall]) -> tuple[Owned, ...]:
+def _owner(calls: list[RecordedUnitCall]) -> tuple[Owned, ...]:
     owners = {call.owner for call in calls}
     return owners.pop() if len(owners) == 1 else ()
 
 
 def _compute_dtype(
-    path: str, dtype: torch.dtype, calls: list[RecordedCall]
+    path: str, dtype: torch.dtype, calls: list[RecordedUnitCall]
 ) -> torch.dtype | None:
     """Returns the one dtype in which all calls want a leaf, if it is not ``dtype``."""
     if not dtype.is_floating_point:

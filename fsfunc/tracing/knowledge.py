@@ -24,14 +24,9 @@ from fsfunc.comm.descriptions import checksums, has_values
 from fsfunc.runtime.memory import StorageTable
 from fsfunc.sharded.leaf import is_sharded
 from fsfunc.tracing.operators import partial_view
-from fsfunc.tracing.provenance import (
-    NOTHING,
-    Gradient,
-    Provenance,
-    RowChoice,
-    Rows,
-)
+from fsfunc.tracing.provenance import NOTHING, Gradient, Provenance, RowChoice, Rows
 from fsfunc.tracing.types import PARTS, Kind, Operand, joint_kind
+from fsfunc.tree import PyTree
 
 
 class TensorFacts(NamedTuple):
@@ -90,7 +85,7 @@ class FactTable:
     """
 
     def __init__(self) -> None:
-        self.rank_local = OwnTensors()
+        self.rank_local: OwnTensors = OwnTensors()
         self._facts = StorageTable[TensorFacts]()
         self._leaf_ranges = StorageTable[list[_LeafRange]]()  # of packed buffers
         self._paired = StorageTable[bool]()  # see `mark_paired`
@@ -118,10 +113,10 @@ class FactTable:
                 return facts._replace(title=leaf.title)
         return facts
 
-    def name_leaf(self, x: Tensor, start: int, stop: int, what: str) -> None:
+    def name_leaf(self, x: Tensor, start: int, stop: int, title: str) -> None:
         """Notes the name of the leaf that has the elements [start, stop) of ``x``."""
         offset = int(_torch.unwrapped(x).storage_offset())
-        leaf = _LeafRange(offset + start, offset + stop, what)
+        leaf = _LeafRange(offset + start, offset + stop, title)
         self._leaf_ranges[x] = [*(self._leaf_ranges.get(x) or []), leaf]
 
     def mark_paired(self, x: Tensor) -> None:
@@ -178,23 +173,23 @@ class FactTable:
         )
         return Provenance(frozenset((rows,)))
 
-    def tensors_in(self, values: tree.PyTree) -> list[Tensor]:
+    def tensors_in(self, values: PyTree) -> list[Tensor]:
         """Returns the tensors of a tree; of sharded leaves this rank's parts."""
         leaves = tree.leaves(values, is_leaf=is_sharded)
         leaves = [x._local if is_sharded(x) else x for x in leaves]
         return [x for x in leaves if isinstance(x, Tensor)]
 
-    def provenances(self, values: tree.PyTree) -> list[Provenance]:
+    def provenances(self, values: PyTree) -> list[Provenance]:
         """Returns of what each tensor of a tree is made."""
         return [self.provenance(x) for x in self.tensors_in(values)]
 
-    def set_kind(self, x: Tensor, kind: Kind, what: str) -> None:
+    def set_kind(self, x: Tensor, kind: Kind, title: str) -> None:
         """Notes the type of a tensor that was made at the user's present line.
 
         Args:
-            what: what to call it.
+            title: what to call it.
         """
-        self.set(x, TensorFacts(kind, what, source_line()))
+        self.set(x, TensorFacts(kind, title, source_line()))
 
     def set(self, x: Tensor, facts: TensorFacts) -> None:
         """Notes the facts about a tensor, in place of those that are known."""
@@ -346,10 +341,10 @@ class AutogradNodes:
         """
         if node is None:
             return None
-        found = self._origins.get(_torch.sequence_number(node))
-        if found is not None:
-            self.set_origin(numbers, found)
-        return found
+        origin = self._origins.get(_torch.sequence_number(node))
+        if origin is not None:
+            self.set_origin(numbers, origin)
+        return origin
 
 
 def view_keeps_pairs(x: Tensor, y: Tensor) -> bool:
@@ -414,7 +409,7 @@ class OwnTensors:
     def __init__(self) -> None:
         self._tensors = StorageTable[list[_OwnTensor]]()
         self._lengths: dict[int, int] = {}  # by the key of a value: its rows
-        self.were_sliced = False
+        self.were_sliced: bool = False
 
     def add(self, x: Tensor, value: int, name: str) -> None:
         """Adds an own tensor that fills its memory, or a range of it.

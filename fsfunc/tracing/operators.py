@@ -16,8 +16,9 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
-from fsfunc import _torch, tree
+from fsfunc import _torch
 from fsfunc._torch import OperatorMode
+from fsfunc.tree import Leaf, PyTree
 
 _LIKE_FIRST = {"zeros_like", "ones_like", "full_like", "empty_like"}
 # Views that do nothing to a part, which is 1-D, but transpose the whole leaf.
@@ -199,6 +200,9 @@ def is_random(
 class DrawsWithin(OperatorMode):
     """Adds ``name`` to ``names`` if what runs inside draws from a default generator."""
 
+    names: set[str]
+    name: str
+
     def __init__(self, names: set[str], name: str):
         super().__init__()
         self.names, self.name = names, name
@@ -255,7 +259,7 @@ def _dims_of(func: _torch.OpOverload) -> list[tuple[int, str]]:
     return [(i, name) for i, name in names if name in ("dim", "dims")]
 
 
-def comparable(x: tree.Leaf) -> Hashable:
+def comparable(x: Leaf) -> Hashable:
     """Returns a value to compare for an argument that is no tensor."""
     if isinstance(x, torch.Generator):
         return "generator", x.initial_seed()
@@ -270,12 +274,12 @@ def partial_view(x: Tensor) -> tuple[Hashable, ...] | None:
     return x.storage_offset(), tuple(x.shape), x.stride()
 
 
-def flatten_lists(values: tree.PyTree) -> list[tree.Leaf]:
+def flatten_lists(values: PyTree) -> list[Leaf]:
     """Returns the elements of nested lists, tuples and dicts, as one list.
 
     It runs for every operator and is faster than ``tree.leaves``, for these alone.
     """
-    elements: list[tree.Leaf] = []
+    elements: list[Leaf] = []
     if isinstance(values, dict):
         values = values.values()
     elif not isinstance(values, (tuple, list)):

@@ -72,10 +72,11 @@ class Gradient:
         may be combined.
         """
         for rows in self.rows ^ other.rows:
-            both = (
-                any(r.tensor == rows.tensor for r in one.rows) for one in (self, other)
+            in_both = (
+                any(others.tensor == rows.tensor for others in gradient.rows)
+                for gradient in (self, other)
             )
-            if all(both):
+            if all(in_both):
                 return rows
         if self.shares is None or other.shares is None:
             # How much of which rows is in them is unknown. They are unlike even if they

@@ -21,7 +21,7 @@ from typing import Any, Literal
 from torch import Tensor
 
 from fsfunc import _torch, tree
-from fsfunc._torch.fake_results import communicates
+from fsfunc._torch.fake_results import communication_error
 from fsfunc.comm.attribution import source_line, traceback_line
 from fsfunc.comm.backends.interrupts import reraising_interrupts
 from fsfunc.comm.collective_ops import Watcher, watching
@@ -40,7 +40,7 @@ from fsfunc.tracing import runs
 from fsfunc.tracing.groups import (
     Findings,
     Recorded,
-    RecordedCall,
+    RecordedUnitCall,
     local_tensor,
     recorded_tensor,
     unit_placeholder,
@@ -50,13 +50,14 @@ from fsfunc.tracing.operators import DrawsWithin
 from fsfunc.tracing.rules import rule_error
 from fsfunc.tracing.steadiness import NumbersGiven, Steadiness, observe_numbers
 from fsfunc.tracing.torch_calls import RankLocalTensors, ReadRecorder, check_tracked
+from fsfunc.tree import Leaf, PyTree
 
 
 @reraising_interrupts()
 def record(
-    fn: Callable[..., tree.PyTree],
-    params: tree.PyTree,
-    other_args: tuple[tree.PyTree, ...],
+    fn: Callable[..., PyTree],
+    params: PyTree,
+    other_args: tuple[PyTree, ...],
     data: Literal["fake", "real"] = "fake",
     splits: Mapping[str, tuple[Split, ...]] | None = None,
     rank_local: Collection[str] = (),
@@ -91,6 +92,7 @@ def record(
     # Forward passes show which units take which leaves, and in which order, so backward
     # passes are left out. An error may be due to that: the whole run below, which these
     # have left no trace for, raises what is wrong in any case.
+    # After a plan no real step runs, which the dry runs could have changed.
     here = maybe_here()
     is_plan = here is not None and not here.link.moves_data
     # In forward mode a run may raise for the cache of fake tensors alone.
@@ -110,7 +112,7 @@ def record(
         if "instead found type 'Recorded'" in text:
             raise rule_error("scripts", line=line) from error
         if "Default process group has not been initialized" in text:
-            raise communicates(f"at {line}") from error
+            raise communication_error(f"at {line}") from error
         raise
 
 
@@ -131,9 +133,9 @@ class _Recording:
     ``splits`` and ``rank_local`` as for `record`.
     """
 
-    fn: Callable[..., tree.PyTree]
-    params: tree.PyTree
-    other_args: tuple[tree.PyTree, ...]
+    fn: Callable[..., PyTree]
+    params: PyTree
+    other_args: tuple[PyTree, ...]
     fake: bool
     splits: Mapping[str, tuple[Split, ...]]
     rank_local: Collection[str]
@@ -157,7 +159,7 @@ class _Recording:
             fake_cache=fake_cache,
             restore_outside=False,
             asked_axes=asked_axes,
-            read_error=_TOLD if fake else None,
+            read_error=_VALUE_READ if fake else None,
         ) as mode:
             if makes_fakes:
                 params, other_args = runs.shadows(
@@ -169,7 +171,7 @@ class _Recording:
             handlers = tuple(map(recorder.replacement_for, f.handlers))
             f = f.replace(handlers=handlers, tracer=recorder, donated=donated)
             with inside(f), watching(recorder):
-                arguments = recorder.leaves(params, self.splits), *other_args
+                arguments = recorder.wrap_leaves(params, self.splits), *other_args
                 recorder.rank_local_tensors.add(tree.leaves(other_args))
                 with ReadRecorder(recorder):
                     try:
@@ -183,7 +185,7 @@ class _Recording:
         return recorder
 
 
-_TOLD = (
+_VALUE_READ = (
     "the step, recorded on fake tensors,",
     ". Move it out of the step or make it a torch.where; or record one real call with "
     'record="real"',
@@ -239,10 +241,8 @@ class Recorder(Findings, Tracer, Watcher):
     written_by_data: set[str] = field(default_factory=set)
     drawing: set[str] = field(default_factory=set)
     cuts_batch: bool = False
-    _path_by_id: dict[int, str] = field(
-        default_factory=dict
-    )  # by id of a leaf's tensor
-    _gradients: set[int] = field(default_factory=set)  # by id
+    _path_by_id: dict[int, str] = field(default_factory=dict)  # of leaves' tensors
+    _gradients: set[int] = field(default_factory=set)  # the ids of gradients
     # (path, microbatches around) of the leaves by which gradients were taken.
     _differentiated_by: set[tuple[str | None, tuple[tuple[int, int], ...]]] = field(
         default_factory=set
@@ -250,9 +250,9 @@ class Recorder(Findings, Tracer, Watcher):
     # Tensors of which ids are noted above: if freed, an id would be another tensor's.
     _alive: list[Tensor] = field(default_factory=list)
 
-    def leaves(
-        self, params: tree.PyTree, splits: Mapping[str, tuple[Split, ...]]
-    ) -> tree.PyTree:
+    def wrap_leaves(
+        self, params: PyTree, splits: Mapping[str, tuple[Split, ...]]
+    ) -> PyTree:
         """Returns the step's first argument with :class:`Recorded` leaves."""
         paths, leaves, treedef = tree.flatten_with_paths(params, is_leaf=is_sharded)
         for i, (path, x) in enumerate(zip(paths, leaves, strict=True)):
@@ -272,12 +272,12 @@ class Recorder(Findings, Tracer, Watcher):
         """
         self.axes |= asked_axes
         taken_leaves = {path for call in self.unit_calls for path in call.leaves}
-        glue_in_losses = all(
+        reads_whole_leaves = all(
             in_loss and p not in taken_leaves for p, in_loss in self.user_reads.items()
         )
         mean_axes = {axis for h in self.handlers for axis in getattr(h, "axes", ())}
         self.needs_no_check &= (
-            self.forward_only and glue_in_losses and not asked_axes & mean_axes
+            self.forward_only and reads_whole_leaves and not asked_axes & mean_axes
         )
         subject = "done with gradients or leaves outside units"
         self.claims.append((subject, "nothing" if self.needs_no_check else "something"))
@@ -286,7 +286,7 @@ class Recorder(Findings, Tracer, Watcher):
         self._path_by_id[id(x)] = path
         self._alive.append(x)
 
-    def in_batch(self, leaves: list[tree.Leaf]) -> list[tree.Leaf]:
+    def in_batch(self, leaves: list[Leaf]) -> list[Leaf]:
         # In the real call a rank's own leaf is a plain tensor, and is cut with the
         # batch. The layouts of the others are not decided yet.
         self.cuts_batch = True
@@ -298,7 +298,7 @@ class Recorder(Findings, Tracer, Watcher):
             for x, is_local in zip(leaves, is_rank_local, strict=True)
         ]
 
-    def add_notes(self, error: Exception, other_args: tuple[tree.PyTree, ...]) -> None:
+    def add_notes(self, error: Exception, other_args: tuple[PyTree, ...]) -> None:
         """Adds notes to an error of the step that may be due to the recording.
 
         Args:
@@ -319,18 +319,15 @@ class Recorder(Findings, Tracer, Watcher):
     def on_call(
         self,
         key: tuple[Hashable, ...],
-        args: tuple[tree.PyTree, ...],
-        keywords: dict[str, tree.PyTree],
+        args: tuple[PyTree, ...],
+        keywords: dict[str, PyTree],
         mean: Sequence[str],
     ) -> None:
         """Records the signature of a call of a sharded function."""
         self.call_keys.append(key)
 
     def on_placeholders(
-        self,
-        leaves: Sequence[tree.Leaf],
-        gradients: Sequence[Tensor],
-        aux: tree.PyTree,
+        self, leaves: Sequence[Leaf], gradients: Sequence[Tensor], aux: PyTree
     ) -> None:
         """Records the gradients of a gradient call, with the layouts of its leaves."""
         self.rank_local_tensors.add(tree.leaves(aux))
@@ -359,14 +356,15 @@ class Recorder(Findings, Tracer, Watcher):
         if needs_type or self.is_leaf(x):
             self.needs_no_check = False
 
-    def claimed_equal(self, x: tree.Leaf, what: str) -> None:
+    def claimed_equal(self, x: Leaf, caller: str) -> None:
         if not (isinstance(x, Tensor) or frame().path):
-            earlier = [name for name, _ in self.claims].count(what)
+            # Another claim of one name bears a prime, to be a line of its own.
+            earlier = [name for name, _ in self.claims].count(caller)
             self.claims += describe_lines(
-                what + "'" * earlier, x, ask_schedules_and_masks(())
+                caller + "'" * earlier, x, ask_schedules_and_masks(())
             )
 
-    def record_returned(self, args: Sequence[tree.PyTree], out: tree.PyTree) -> None:
+    def record_returned(self, args: Sequence[PyTree], out: PyTree) -> None:
         """Records the returned state, of which leaves may be each rank's own."""
         state = runs.returned_state(args, out)
         leaves = tree.leaves(state, is_leaf=is_sharded)
@@ -389,9 +387,8 @@ class Recorder(Findings, Tracer, Watcher):
         bare_tensors = [
             x for x in tree.leaves(out, is_sharded) if isinstance(x, Tensor)
         ]
-        self.needs_no_check &= not any(
-            map(self.is_leaf, bare_tensors)
-        )  # parts that lost their layout
+        # Parts that are returned as plain tensors have lost their layout.
+        self.needs_no_check &= not any(map(self.is_leaf, bare_tensors))
         if isinstance(state, Tensor):  # such as a loss
             self.rank_local_paths.add("")
         else:
@@ -399,10 +396,10 @@ class Recorder(Findings, Tracer, Watcher):
                 isinstance(x, Tensor) for x in leaves
             )
 
-    def claimed_rank_local(self, x: Tensor, where: RankGroup, what: str) -> None:
+    def claimed_rank_local(self, x: Tensor, where: RankGroup, caller: str) -> None:
         self.needs_no_check = self.needs_no_check and where.loss_is_mean
 
-    def mark_numbers(self, values: tree.PyTree) -> tree.PyTree:
+    def mark_numbers(self, values: PyTree) -> PyTree:
         return observe_numbers(values, self.answer)
 
     def answer(self, compared: bool) -> bool:
@@ -410,11 +407,11 @@ class Recorder(Findings, Tracer, Watcher):
         self.needs_no_check = False
         return compared
 
-    def is_leaf(self, x: tree.Leaf) -> bool:
+    def is_leaf(self, x: Leaf) -> bool:
         """Returns whether ``x`` stands for a leaf, or for the gradient by one."""
         return id(x) in self._gradients or self.path_of(x) is not None
 
-    def path_of(self, x: tree.Leaf) -> str | None:
+    def path_of(self, x: Leaf) -> str | None:
         """Returns the path of the leaf that ``x`` is, or stands for; else None."""
         if isinstance(x, Recorded):
             return x.layout.name
@@ -436,33 +433,32 @@ class Recorder(Findings, Tracer, Watcher):
     def run_body(
         self,
         call: Call,
-        params: tree.PyTree,
-        inputs: tuple[tree.PyTree, ...],
-        keywords: dict[str, tree.PyTree],
-    ) -> tree.PyTree:
+        params: PyTree,
+        inputs: tuple[PyTree, ...],
+        keywords: dict[str, PyTree],
+    ) -> PyTree:
         # Without a transform that lays out, the leaves are not tensors yet.
         params = tree.map(recorded_tensor, params, is_leaf=is_sharded)
-        apart = call.frame.seed is None and not call.frame.path
-        noting = DrawsWithin(self.drawing, call.name) if apart else nullcontext()
+        # In gradient calls units draw by a seed of the call's, and not by the default
+        # generators.
+        by_default = call.frame.seed is None and not call.frame.path
+        noting = DrawsWithin(self.drawing, call.name) if by_default else nullcontext()
         with noting:
             return super().run_body(call, params, inputs, keywords)
 
     def unit(
-        self, noted: runs.Noted, run: Callable[..., tree.PyTree], call: Call
-    ) -> Callable[..., tree.PyTree]:
+        self, noted: runs.Noted, run: Callable[..., PyTree], call: Call
+    ) -> Callable[..., PyTree]:
         """Returns a function that records a unit call, and runs it on plain tensors."""
         if noted.handler not in self.handlers:
             self.handlers.append(noted.handler)
-        laying_out: list[Any] = [
-            h for h in call.frame.handlers if h.lays_out
-        ]  # all Noted
+        # All of them are `runs.Noted` now.
+        laying_out: list[Any] = [h for h in call.frame.handlers if h.lays_out]
         # Of several transforms that lay out leaves the outermost one records the call.
         if noted is not laying_out[0]:
             return run
 
-        def recorded(
-            params: tree.PyTree, /, *inputs: tree.PyTree, **keywords: tree.PyTree
-        ) -> tree.PyTree:
+        def recorded(params: PyTree, /, *inputs: PyTree, **keywords: PyTree) -> PyTree:
             leaves, treedef = tree.flatten(params, is_leaf=is_sharded)
             sharded = filter(is_sharded, leaves)
             self.on_take(f"unit {call.name!r}", sharded)
@@ -490,7 +486,7 @@ class Recorder(Findings, Tracer, Watcher):
             numbers = call.numbers
             owner = tuple(p for h in laying_out for p in h.owner(numbers[0]))
             cast_text = "" if casts is None else str(casts)
-            recorded_call = RecordedCall(
+            recorded_call = RecordedUnitCall(
                 call.path, numbers, paths, owner, cast_text, dtypes
             )
             self.unit_calls.append(recorded_call)
@@ -500,10 +496,10 @@ class Recorder(Findings, Tracer, Watcher):
 
         return recorded
 
-    def on_take(self, name: str, leaves: Iterable[tree.Leaf]) -> None:
+    def on_take(self, name: str, leaves: Iterable[Leaf]) -> None:
         check_tracked(name, ((self.path_of(x), local_tensor(x)) for x in leaves))
 
-    def _record_output(self, x: tree.Leaf) -> tree.Leaf:
+    def _record_output(self, x: Leaf) -> Leaf:
         """Returns an output of a unit; of a leaf returned as it is, a view.
 
         In the real call it is what was gathered, and no leaf of the state.
@@ -514,7 +510,7 @@ class Recorder(Findings, Tracer, Watcher):
             return x.with_local(x.local.view_as(x.local))
         return recorded_tensor(x).view_as(recorded_tensor(x))
 
-    def record_read(self, values: Sequence[tree.Leaf], by_library: bool) -> None:
+    def record_read(self, values: Sequence[Leaf], by_library: bool) -> None:
         """Records that a torch function reads these values.
 
         Args:
@@ -542,7 +538,7 @@ class Recorder(Findings, Tracer, Watcher):
 
 
 def refuse_hidden(
-    recorder: Recorder, arguments: Sequence[tree.PyTree], returned: Sequence[tree.Leaf]
+    recorder: Recorder, arguments: Sequence[PyTree], returned: Sequence[Leaf]
 ) -> None:
     """Raises where a unit's leaves were written by ``.data`` and returned as they came.
 
@@ -568,7 +564,7 @@ def refuse_hidden(
             raise rule_error("hidden", NotATensor, leaf=x.name)
 
 
-def refuse_reshaped(returned: Sequence[tree.Leaf]) -> None:
+def refuse_reshaped(returned: Sequence[Leaf]) -> None:
     """Raises where a leaf of the state is returned in another shape than it came in.
 
     In the real call this rank's part is 1-D before and after: it would be taken for the

@@ -32,15 +32,14 @@ from fsfunc.runtime.generators import generator_states
 from fsfunc.sharded.leaf import is_sharded
 from fsfunc.sharded.placements import describe_tensor
 from fsfunc.sharded.plain_leaves import WHOLE, placement_of
+from fsfunc.tree import Leaf, PyTree, TreeDef
 
 SharedBatchAxes: TypeAlias = Sequence[tuple[tuple[str, ...], str]]
 """Axes whose ranks must be given one batch, and the reason (see `compare_batches`)."""
 
 
 def compare_whole(
-    arguments: Sequence[tree.PyTree],
-    is_whole: Callable[[Tensor], bool],
-    ranks: RankGroup,
+    arguments: Sequence[PyTree], is_whole: Callable[[Tensor], bool], ranks: RankGroup
 ) -> None:
     """Raises where ranks differentiate unequal values of a replicated leaf.
 
@@ -59,9 +58,9 @@ def compare_whole(
 
 
 def unnamed_axes(
-    f: Callable[..., tree.PyTree],
+    f: Callable[..., PyTree],
     handlers: Iterable[Interpretation],
-    leaves: Iterable[tree.Leaf],
+    leaves: Iterable[Leaf],
     here: Here,
 ) -> tuple[str, ...]:
     """Returns the axes of the mesh that neither a transform nor a layout names.
@@ -84,7 +83,7 @@ def unnamed_axes(
 SPLIT_REASON, STAGES_REASON = "parameters are split over it", "stages lie along it"
 
 
-def compare_batches(batch: tree.PyTree, ranks: RankGroup, reason: str) -> None:
+def compare_batches(batch: PyTree, ranks: RankGroup, reason: str) -> None:
     """Raises if ranks that must be given one batch are given different ones.
 
     Args:
@@ -133,9 +132,9 @@ class Claims(Watcher):
     def __init__(self) -> None:
         self.claims: list[tuple[str, Any]] = []
 
-    def claimed_equal(self, x: tree.Leaf, what: str) -> None:
+    def claimed_equal(self, x: Leaf, caller: str) -> None:
         if not isinstance(x, Tensor):
-            self.claims.append((what, x))
+            self.claims.append((caller, x))
 
     def __enter__(self) -> Claims:
         self._token = COMPARING.set(self)
@@ -169,7 +168,10 @@ class DueCall(Claims):
         batch: its arguments after the state.
     """
 
-    def __init__(self, number: int, batch: tree.PyTree):
+    number: int
+    batch: PyTree
+
+    def __init__(self, number: int, batch: PyTree):
         super().__init__()
         self.number, self.batch = number, batch
 
@@ -187,6 +189,10 @@ class Replicas:
         calls: the number of calls, by rank, since the state was laid out.
     """
 
+    updates: bool
+    draws: bool
+    together: SharedBatchAxes
+
     def __init__(self) -> None:
         self.updates, self.draws, self.together = False, False, ()
         self.calls: dict[int, int] = {}
@@ -195,7 +201,7 @@ class Replicas:
         self.updates, self.together = updates, tuple(together)
         self.calls.pop(rank, None)  # a new state is compared anew
 
-    def start_call(self, batch: tree.PyTree, here: Here) -> int:
+    def start_call(self, batch: PyTree, here: Here) -> int:
         """Compares the batch of a call that is due, and returns its number; else 0."""
         if (
             not here.link.moves_data
@@ -214,10 +220,10 @@ class Replicas:
 
     def finish_call(
         self,
-        f: Callable[..., tree.PyTree],
+        f: Callable[..., PyTree],
         call_frame: Frame,
-        state_def: tree.TreeDef,
-        out: tree.PyTree,
+        state_def: TreeDef,
+        out: PyTree,
         call: DueCall,
         equal_batch_axes: Iterable[str],
     ) -> bool:
@@ -290,10 +296,7 @@ def _in_order(axes: Container[str], here: Here) -> tuple[str, ...]:
 
 
 def _update_axes(
-    f: Callable[..., tree.PyTree],
-    call_frame: Frame,
-    leaves: Iterable[tree.Leaf],
-    here: Here,
+    f: Callable[..., PyTree], call_frame: Frame, leaves: Iterable[Leaf], here: Here
 ) -> tuple[str, ...]:
     """Returns the axes whose ranks make one update: of means, parts, and stages."""
     handlers = [*call_frame.handlers, *getattr(f, "interpretations", ())]
@@ -329,7 +332,7 @@ _CLAIMS_ADVICE = (
 )
 
 
-def _compare_near(leaves: dict[str, tree.Leaf], ranks: RankGroup) -> None:
+def _compare_near(leaves: dict[str, Leaf], ranks: RankGroup) -> None:
     """Raises where leaves differ by more than kernels round.
 
     For leaves that ranks compute alike, with kernels of unlike shapes.
@@ -346,8 +349,9 @@ def _compare_near(leaves: dict[str, tree.Leaf], ranks: RankGroup) -> None:
         raise RanksDiffer(
             f"the ranks along {_axis_words(ranks.axis)}, over which parameters are "
             f"split, return other values of {odd_path!r}, which is one value on all of "
-            f"them (norms {norms}): give them one batch and one seed, let nothing outside units "
-            f"depend on the rank, and take ff.pmean(x, {ranks.axis[0]!r}) of what does"
+            f"them (norms {norms}): give them one batch and one seed, let nothing "
+            "outside units depend on the rank, and take "
+            f"ff.pmean(x, {ranks.axis[0]!r}) of what does"
         )
 
 
@@ -371,14 +375,14 @@ def _compare_generators(ranks: RankGroup, reason: str) -> None:
 
 
 def _replicated_leaves(
-    leaves: Sequence[tree.Leaf], structure: tree.TreeDef, over: set[str], here: Here
-) -> list[tuple[tuple[str, ...], dict[str, tree.Leaf]]]:
+    leaves: Sequence[Leaf], structure: TreeDef, over: set[str], here: Here
+) -> list[tuple[tuple[str, ...], dict[str, Leaf]]]:
     """Returns the leaves that must be equal, by path, for each set of axes.
 
     A leaf must be equal along those of ``over`` that do not cut it. Leaves without
     layouts may differ, and so may those of each rank's own.
     """
-    leaves_by_axes: dict[tuple[str, ...], dict[str, tree.Leaf]] = {}
+    leaves_by_axes: dict[tuple[str, ...], dict[str, Leaf]] = {}
     axes = _in_order(over, here)
     for i, x in enumerate(leaves if axes else ()):
         equal_axes = axes
@@ -394,13 +398,11 @@ def _replicated_leaves(
 
 
 @lru_cache(64)
-def _paths(structure: tree.TreeDef) -> list[str]:
+def _paths(structure: TreeDef) -> list[str]:
     return tree.paths_of(structure)
 
 
-def _compare_state(
-    leaves: dict[str, tree.Leaf], ranks: RankGroup, is_unnamed: bool
-) -> None:
+def _compare_state(leaves: dict[str, Leaf], ranks: RankGroup, is_unnamed: bool) -> None:
     """Raises where leaves differ that are one value along an axis.
 
     Args:
@@ -412,8 +414,8 @@ def _compare_state(
     subject = f"the ranks along {names} return different states"
     if is_unnamed:
         title = (
-            f"{subject}, which nothing in a step makes equal: no transform and no layout "
-            f"names {names}"
+            f"{subject}, which nothing in a step makes equal: no transform and no "
+            f"layout names {names}"
         )
         advice = (
             f"Give the ranks along {names} one batch and one seed (torch.manual_seed), "
@@ -435,9 +437,7 @@ def _compare_state(
 # Batches that should differ
 
 
-def warn_of_equal_batches(
-    batch: tree.PyTree, axes: tuple[str, ...], here: Here
-) -> None:
+def warn_of_equal_batches(batch: PyTree, axes: tuple[str, ...], here: Here) -> None:
     """Warns where all ranks along one of ``axes`` are given equal batches.
 
     It does not where batches have no rows, or rows that are all alike: then equal parts

@@ -36,6 +36,7 @@ from fsfunc.tracing.provenance import (
 )
 from fsfunc.tracing.rules import rule_error
 from fsfunc.tracing.types import PARTS, Kind, Operand
+from fsfunc.tree import Leaf, PyTree
 
 
 @dataclass(frozen=True)
@@ -237,42 +238,40 @@ def _chosen_rows(
     """Returns the rows of an own tensor that are copied, or weighed by a constant."""
     if copies_rows(op, arguments) and pairs[0][1].kind is Kind.V:
         return [_picked_rows(table, *(x for x, _ in pairs))]
-    own = next((x for x, facts in pairs if facts.kind is Kind.V and x.ndim), None)
-    if own is None or own.shape[0] < 2:
+    own_rows = next((x for x, facts in pairs if facts.kind is Kind.V and x.ndim), None)
+    if own_rows is None or own_rows.shape[0] < 2:
         return []
     provenances, is_product = [], op.name in _PRODUCTS
     for constant, facts in pairs:
         if facts.kind is Kind.K and not facts.uniform and constant.ndim:
-            matches_rows = constant.shape[-1 if is_product else 0] == own.shape[0]
+            matches_rows = constant.shape[-1 if is_product else 0] == own_rows.shape[0]
             if matches_rows and (
-                is_product or op.elementwise and constant.ndim == own.ndim
+                is_product or op.elementwise and constant.ndim == own_rows.ndim
             ):
-                provenances.append(table.weighed_rows(own, constant))
+                provenances.append(table.weighed_rows(own_rows, constant))
     return provenances
 
 
-def rows_of_derivative(
-    table: FactTable, differentiated: tree.PyTree
-) -> list[Provenance]:
+def rows_of_derivative(table: FactTable, outputs: PyTree) -> list[Provenance]:
     """Returns the rows that a derivative is of, as its cotangents choose them.
 
     A cotangent with a one among zeros chooses a row of the loss.
 
     Args:
         table: the facts about tensors.
-        differentiated: the differentiated values, and the cotangents.
+        outputs: the differentiated values, and the cotangents.
     """
-    tensors = [x for x in table.tensors_in(differentiated) if x.ndim]
-    own = next((x for x in tensors if table.kind(x) is Kind.V), None)
-    if own is None:
+    tensors = [x for x in table.tensors_in(outputs) if x.ndim]
+    own_rows = next((x for x in tensors if table.kind(x) is Kind.V), None)
+    if own_rows is None:
         return []
     constants = [
         (constant, table.of(constant)) for constant in tensors if len(constant) > 1
     ]
     return [
-        table.weighed_rows(own, constant)
+        table.weighed_rows(own_rows, constant)
         for constant, facts in constants
-        if _torch.mapped_at(constant) or facts.kind is Kind.K and not facts.uniform
+        if _torch.vmap_levels_of(constant) or facts.kind is Kind.K and not facts.uniform
     ]
 
 
@@ -308,9 +307,7 @@ def placed_facts(x: Sharded, kind: Kind, name: str) -> TensorFacts:
     return TensorFacts(kind, name, flat=kind is Kind.I and x.ndim > 1)
 
 
-def gradient_pairs(
-    arguments: tree.PyTree, gradients: tree.PyTree
-) -> list[tuple[tree.Leaf, tree.Leaf]]:
+def gradient_pairs(arguments: PyTree, gradients: PyTree) -> list[tuple[Leaf, Leaf]]:
     """Returns each leaf that is differentiated, with its gradient."""
     leaves, treedef = tree.flatten(arguments, is_leaf=is_sharded)
     grads: list[Any] = treedef.flatten_up_to(gradients)  # type: ignore[arg-type]

@@ -67,7 +67,7 @@ RULES: tuple[Rule, ...] = (
                 "ff.pmean of it first, and ff.tree_scale(tree, factor) where it is a "
                 "factor; or work on whole tensors, in a unit or by ff.unshard and "
                 "ff.lay_like or ff.reduce_like"
-            ),
+            )
         },
     ),
     Rule(
@@ -80,7 +80,7 @@ RULES: tuple[Rule, ...] = (
                 "{call} draws on this rank's part of {part}: every rank would draw the "
                 "same for another part. Use ff.randn_like(tree), which draws the whole "
                 "leaf's numbers"
-            ),
+            )
         },
     ),
     Rule(
@@ -94,7 +94,7 @@ RULES: tuple[Rule, ...] = (
                 "no single number ({other}): the part is a range of the leaf's "
                 "elements, 1-D, and not the same on every rank. Use ff.unshard(tree) "
                 "and ff.lay_like(result, tree), or zeros_like and the like of the part"
-            ),
+            )
         },
     ),
     Rule(
@@ -162,7 +162,7 @@ RULES: tuple[Rule, ...] = (
                 "its elements: read the shape of the leaf, by tree.map(fn, t, "
                 "is_leaf=ff.is_sharded), or before the step; zeros_like and the like "
                 "make tensors of the same layout"
-            ),
+            )
         },
     ),
     Rule(
@@ -208,7 +208,7 @@ RULES: tuple[Rule, ...] = (
             "input": (
                 "unit {op!r} is given this rank's part of {part} as an input: give the "
                 "leaf in its parameters, where it is whole, or ff.unshard(tree)"
-            ),
+            )
         },
     ),
     Rule(
@@ -348,7 +348,7 @@ RULES: tuple[Rule, ...] = (
                 "whole=True)(params, rows), params). Sums of gradients, changed "
                 "afterwards, are fine; what belongs together on all ranks (the rows of "
                 "one task) comes as a tensor of its own"
-            ),
+            )
         },
         RowsApart,
     ),
@@ -384,7 +384,7 @@ RULES: tuple[Rule, ...] = (
                 "anything that requires grad: the leaves of a state do not, and no "
                 ".grad is read. ff.value_and_grad(loss_fn)(params, batch) returns the "
                 "loss and its gradients; within a loss, x.requires_grad_() first"
-            ),
+            )
         },
         RuntimeError,
     ),
@@ -467,7 +467,7 @@ RULES: tuple[Rule, ...] = (
                 "{op} at {line} calls a function of Python with each element, and a "
                 "step is recorded on tensors that have none: use torch's operators, or "
                 "call it in a unit"
-            ),
+            )
         },
         RuntimeError,
     ),
@@ -481,7 +481,7 @@ RULES: tuple[Rule, ...] = (
                 "at {line} a function of torch.jit.script, which takes nothing but "
                 "tensors, is given a leaf of the step's first argument outside units: "
                 "call it in an @ff.unit, or for each leaf by ff.tree.map(fn, ...)"
-            ),
+            )
         },
         NotATensor,
     ),

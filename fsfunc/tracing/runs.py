@@ -34,6 +34,7 @@ from fsfunc.sharded.layout import Owned
 from fsfunc.sharded.leaf import Sharded, is_sharded
 from fsfunc.sharded.plain_leaves import locate_state
 from fsfunc.tracing.steadiness import RestoresOutside
+from fsfunc.tree import Leaf, PyTree, TreeDef
 from fsfunc.tree.structure import hides
 
 
@@ -45,7 +46,7 @@ def place_without_data() -> Here | None:
 
 @contextmanager
 def without_data(
-    values: tree.PyTree,
+    values: PyTree,
     here: Here | None = None,
     *,
     fake: bool = True,
@@ -82,7 +83,7 @@ def without_data(
             stack.enter_context(fresh_buffers())
         mode = _torch.fake_mode()
         if fake:
-            stack.enter_context(fake_modes.quiet_fakes())
+            stack.enter_context(fake_modes.without_fake_logs())
         if fake and mode is None:
             mode = stack.enter_context(fake_modes.fake_mode_of(tree.leaves(values)))
             if not fake_cache:
@@ -100,11 +101,11 @@ def without_data(
 
 def shadows(
     mode: FakeTensorMode | None,
-    args: tree.PyTree,
+    args: PyTree,
     coordinates: Mapping[str, int] | None = None,
     *,
     apart: bool = False,
-) -> tree.PyTree:
+) -> PyTree:
     """Returns the arguments as fake tensors, which share memory as the arguments do.
 
     Objects that a step may put tensors into (a cache) are copied, so that a run leaves
@@ -164,7 +165,7 @@ def _is_odd(x: Tensor) -> bool:
     return x.untyped_storage().nbytes() % x.element_size() != 0
 
 
-def _packed(x: tree.Leaf) -> bool:
+def _packed(x: Leaf) -> bool:
     return isinstance(x, Sharded) and x.packed is not None
 
 
@@ -217,7 +218,7 @@ def with_data(x: Tensor) -> Tensor:
     return real.requires_grad_(x.requires_grad)
 
 
-def returned_state(args: Sequence[tree.PyTree], out: tree.PyTree) -> tree.PyTree:
+def returned_state(args: Sequence[PyTree], out: PyTree) -> PyTree:
     """Returns the state in what a step returned: see `locate_state`."""
     leaves, out_def = tree.flatten(out, is_leaf=is_sharded)
     state_def = tree.flatten(args[0] if args else (), is_leaf=is_sharded)[1]
@@ -241,10 +242,10 @@ class EntersCalls(LaysOut, Protocol):
     def enter(
         self,
         handler: Interpretation,
-        f: Callable[..., tree.PyTree],
-        args: tuple[tree.PyTree, ...],
-        keywords: dict[str, tree.PyTree],
-        flat: tuple[list[tree.Leaf], tree.TreeDef],
+        f: Callable[..., PyTree],
+        args: tuple[PyTree, ...],
+        keywords: dict[str, PyTree],
+        flat: tuple[list[Leaf], TreeDef],
     ) -> Frame:
         """Returns the frame in which a call of a sharded function runs."""
         ...
@@ -254,10 +255,10 @@ class NotesUnits(Protocol):
     """What `Noted` asks of a `recorder.Recorder`, which is defined above this file."""
 
     def unit(
-        self, noted: Noted, run: Callable[..., tree.PyTree], call: Call
-    ) -> Callable[..., tree.PyTree]: ...
+        self, noted: Noted, run: Callable[..., PyTree], call: Call
+    ) -> Callable[..., PyTree]: ...
 
-    def mark_numbers(self, values: tree.PyTree) -> tree.PyTree: ...
+    def mark_numbers(self, values: PyTree) -> PyTree: ...
 
 
 class Noted(Interpretation):
@@ -268,15 +269,16 @@ class Noted(Interpretation):
         recorder: is called for each unit call.
     """
 
+    handler: LaysOut
+    recorder: NotesUnits
+
     lays_out = True
 
     def __init__(self, handler: LaysOut, recorder: NotesUnits):
         self.handler, self.recorder = handler, recorder
         self.axes: tuple[str, ...] = handler.axes
 
-    def unit(
-        self, run: Callable[..., tree.PyTree], call: Call
-    ) -> Callable[..., tree.PyTree]:
+    def unit(self, run: Callable[..., PyTree], call: Call) -> Callable[..., PyTree]:
         return self.recorder.unit(self, run, call)
 
     def owner(self, number: int) -> tuple[Owned, ...]:
@@ -294,10 +296,10 @@ class NotedShard(Noted):
 
     def call(
         self,
-        f: Callable[..., tree.PyTree],
-        args: tuple[tree.PyTree, ...],
-        keywords: dict[str, tree.PyTree],
-    ) -> tree.PyTree:
+        f: Callable[..., PyTree],
+        args: tuple[PyTree, ...],
+        keywords: dict[str, PyTree],
+    ) -> PyTree:
         flat = tree.flatten((args, keywords), is_leaf=is_sharded)
         with inside(self.handler.enter(self, f, args, keywords, flat)):
             args, keywords = self.recorder.mark_numbers((args, keywords))

@@ -19,7 +19,7 @@ from typing import TypeAlias
 
 from torch import Tensor
 
-from fsfunc import _torch, tree
+from fsfunc import _torch
 from fsfunc.comm.attribution import is_internal, source_line
 from fsfunc.comm.groups import RankGroup
 from fsfunc.comm.linear_maps import LinearMap
@@ -27,6 +27,7 @@ from fsfunc.runtime.memory import StorageTable
 from fsfunc.sharded.leaf import Sharded
 from fsfunc.tracing.operators import OF_LISTS, by_position, flatten_lists
 from fsfunc.tracing.rules import rule_error
+from fsfunc.tree import PyTree
 
 Axes: TypeAlias = frozenset[str]
 _NONE: Axes = frozenset()
@@ -71,12 +72,12 @@ class SplitWork:
         func: _torch.OpOverload,
         args: _torch.Args,
         kwargs: _torch.Kwargs,
-        out: tree.PyTree,
+        out: PyTree,
     ) -> None:
         """Notes what an operator has made, or written into."""
         if not self._has_any:
             return
-        results = flatten_lists([out, _torch.written(func, args, kwargs) or []])
+        results = flatten_lists([out, _torch.tensors_written(func, args, kwargs) or []])
         results = [y for y in results if isinstance(y, Tensor)]
         rows = [(flatten_lists([args, kwargs]), results)]
         if func._schema.name.startswith(OF_LISTS):

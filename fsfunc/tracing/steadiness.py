@@ -42,6 +42,7 @@ from fsfunc.comm.attribution import (
 from fsfunc.core.frames import frame
 from fsfunc.sharded.leaf import is_sharded
 from fsfunc.tracing.rules import rule_error
+from fsfunc.tree import Leaf, PyTree
 from fsfunc.tree.structure import count_as_leaf
 
 Number: TypeAlias = int | float | complex
@@ -66,6 +67,11 @@ class StandIns:
     Attributes:
         variants: how many variants there are, by what was read so far.
     """
+
+    rank: int
+    odd: bool | None
+    variant: int
+    variants: int
 
     def __init__(self, rank: int, odd: bool | None, variant: int = 0):
         self.rank, self.odd, self.variant, self.variants = rank, odd, variant, 1
@@ -126,7 +132,7 @@ class StandIns:
 AnswerComparison: TypeAlias = "Callable[[bool], bool | Tensor]"
 
 
-def observe_numbers(arguments: tree.PyTree, answer: AnswerComparison) -> tree.PyTree:
+def observe_numbers(arguments: PyTree, answer: AnswerComparison) -> PyTree:
     """Returns a tree in which numbers and words observe how they are compared.
 
     Args:
@@ -136,7 +142,7 @@ def observe_numbers(arguments: tree.PyTree, answer: AnswerComparison) -> tree.Py
     return tree.map(lambda x: _observed(x, answer), arguments, is_leaf=is_sharded)
 
 
-def _observed(x: tree.Leaf, answer: AnswerComparison) -> tree.Leaf:
+def _observed(x: Leaf, answer: AnswerComparison) -> Leaf:
     if (observing := _OBSERVING.get(type(x))) is None:
         return x
     observed = observing(x)
@@ -267,6 +273,9 @@ class Steadiness:
         lines: those of the user's calls that transforms run code for.
     """
 
+    numbers: Sequence[NumbersGiven]
+    lines: Iterable[str]
+
     def __init__(
         self,
         numbers: Sequence[NumbersGiven] = (),
@@ -300,15 +309,15 @@ class Steadiness:
         """
         remaining, added = iter(self.numbers), []
         expected = next(remaining, None)
-        for given in numbers:
-            if expected is not None and given[:3] == expected[:3]:
+        for record in numbers:
+            if expected is not None and record[:3] == expected[:3]:
                 expected = next(remaining, None)
-            elif not given.by_transform:
-                added.append(given)
+            elif not record.by_transform:
+                added.append(record)
         places = set(_places(self.numbers))
         known_lines = {source_line(), *self.lines, *(where for _, where in places)}
         added_by_library = all(
-            given.by_library and given.where in known_lines for given in added
+            record.by_library and record.where in known_lines for record in added
         )
         if expected is None and added_by_library and places.isdisjoint(_places(added)):
             self.rerun = None
@@ -400,7 +409,7 @@ class RestoresOutside(TorchFunctionMode):
                 self._save(x)
         return func(*args, **kwargs)
 
-    def _save(self, x: tree.Leaf) -> None:
+    def _save(self, x: Leaf) -> None:
         """Copies a tensor that is written for the first time, if it has data."""
         real = isinstance(x, Tensor) and not isinstance(x, _torch.FakeTensor)
         if real and not _torch.is_wrapped(x) and id(x) not in self._saved:
@@ -444,7 +453,7 @@ def _version(x: Tensor) -> int:
     return -1 if x.is_inference() else x._version
 
 
-def refuse_fakes(out: tree.PyTree) -> None:
+def refuse_fakes(out: PyTree) -> None:
     """Raises where a real call returns a tensor without data, which a dry run left.
 
     Raises:

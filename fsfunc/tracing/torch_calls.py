@@ -33,6 +33,7 @@ from fsfunc.tracing.rules import rule_error
 from fsfunc.tracing.runs import with_data
 from fsfunc.tracing.steadiness import NumbersGiven, RestoresOutside, numbers_given
 from fsfunc.tracing.types import Kind, is_equal_on_ranks
+from fsfunc.tree import Leaf, PyTree
 
 # Methods that return no tensor: what they are called on is combined with nothing.
 _QUERIES = {
@@ -58,12 +59,12 @@ class RankLocalTensors:
         self._ids: set[int] = set()
         self._alive: list[Tensor] = []  # or an id would become another tensor's
 
-    def add(self, values: Iterable[tree.Leaf]) -> None:
+    def add(self, values: Iterable[Leaf]) -> None:
         tensors = [x for x in values if isinstance(x, Tensor)]
         self._ids.update(map(id, tensors))
         self._alive.extend(tensors)
 
-    def meet(self, values: Iterable[tree.Leaf]) -> bool:
+    def meet(self, values: Iterable[Leaf]) -> bool:
         """Returns whether one of these may be a rank's own.
 
         So may a real tensor: the step's arguments are fake, so that it comes from
@@ -87,11 +88,11 @@ class RecordsReads(Protocol):
     numbers_given: list[NumbersGiven]
     written_by_data: set[str]
 
-    def path_of(self, x: tree.Leaf) -> str | None: ...
+    def path_of(self, x: Leaf) -> str | None: ...
 
-    def is_leaf(self, x: tree.Leaf) -> bool: ...
+    def is_leaf(self, x: Leaf) -> bool: ...
 
-    def record_read(self, values: Sequence[tree.Leaf], by_library: bool) -> None: ...
+    def record_read(self, values: Sequence[Leaf], by_library: bool) -> None: ...
 
 
 class ReadRecorder(RestoresOutside):
@@ -142,14 +143,14 @@ class ReadRecorder(RestoresOutside):
             self.recorder.rank_local_tensors.add(flatten_lists(out))
         return out
 
-    def _save(self, x: tree.Leaf) -> None:
+    def _save(self, x: Leaf) -> None:
         super()._save(x)
         if self._detached and isinstance(x, Tensor) and not frame().path:
             for key in (id(x), id(x._base)):
                 if key in self._detached:
                     self.recorder.written_by_data.add(self._detached[key][0])
 
-    def _may_be_rank_local(self, values: Sequence[tree.Leaf], by_library: bool) -> bool:
+    def _may_be_rank_local(self, values: Sequence[Leaf], by_library: bool) -> bool:
         """Returns whether the result of a function of ``values`` may be a rank's own.
 
         If such values meet leaves or gradients, or a user's function reads these, the
@@ -195,29 +196,23 @@ _PRINTS = {Tensor.__repr__, Tensor.__format__}
 class ChecksCalls(Protocol):
     """What `CallChecker` asks of a `checker.Checker`, which is defined above."""
 
-    fact_table: FactTable
+    facts: FactTable
     numbers_given: list[NumbersGiven]
     seed_count: int
     is_indexing: bool
 
     def error_for_part(
-        self,
-        func: _torch.TorchFunction,
-        values: Iterable[tree.Leaf],
-        error: Exception,
+        self, func: _torch.TorchFunction, values: Iterable[Leaf], error: Exception
     ) -> Exception | None: ...
 
     def placeholder_value(self, name: str, x: Tensor) -> Tensor: ...
 
-    def check_measured(self, what: str, *given: Tensor) -> None: ...
+    def check_measured(self, caller: str, *tensors: Tensor) -> None: ...
 
     def typed_like(self, y: Tensor, x: Tensor) -> Tensor: ...
 
     def check_pulled(
-        self,
-        inputs: Sequence[tree.Leaf],
-        grads: Sequence[tree.Leaf],
-        of: tree.PyTree,
+        self, variables: Sequence[Leaf], gradients: Sequence[Leaf], outputs: PyTree
     ) -> None: ...
 
 
@@ -304,7 +299,7 @@ class CallChecker(RestoresOutside):
         return gradients
 
     @contextmanager
-    def _seeding(self, outputs: tree.PyTree, cotangents: tree.PyTree) -> Iterator[None]:
+    def _seeding(self, outputs: PyTree, cotangents: PyTree) -> Iterator[None]:
         """Inside, torch begins a backward pass: its first ones are cotangents.
 
         torch makes ones where no cotangent is given. These have no type, as each rank's
@@ -326,7 +321,7 @@ class CallChecker(RestoresOutside):
 
     def _expand_as(self, x: Tensor, part: Tensor) -> Tensor:
         """Returns ``x.expand_as(part)``: a part, where ``x`` is one number."""
-        table = self.checker.fact_table
+        table = self.checker.facts
         seen, is_number = (
             table.of(part),
             x.numel() == 1 and is_equal_on_ranks(table.kind(x)),
@@ -390,7 +385,7 @@ def _check_has_graph(name: str, args: _torch.Args, kwargs: _torch.Kwargs) -> Non
         raise rule_error("no graph", op=name, line=source_line())
 
 
-def check_tracked(reader: str, leaves: Iterable[tuple[str | None, tree.Leaf]]) -> None:
+def check_tracked(reader: str, leaves: Iterable[tuple[str | None, Leaf]]) -> None:
     """Raises where autograd does not see who reads a differentiated leaf.
 
     A placed leaf is no tensor: ``Function.apply`` takes it for a constant.

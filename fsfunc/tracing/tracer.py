@@ -1,4 +1,10 @@
-"""``program``: a loss run once on fake tensors, its unit calls noted one by one."""
+"""``program``: traces a loss, once, on fake tensors, into the list of its unit calls.
+
+    loss_fn -> NotingStage (runs each unit call, notes it) -> programs.Program
+
+A pipeline does so for each shape of microbatch, and cuts the program into stages;
+``ff.program`` does it by hand.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +18,7 @@ import torch
 from torch import Tensor
 
 from fsfunc import _torch, tree
+from fsfunc._torch import FakeTensorMode
 from fsfunc.comm.attribution import source_line, traceback_line
 from fsfunc.comm.backends.abstract import is_value_read
 from fsfunc.comm.collective_ops import ignoring_axes
@@ -20,7 +27,13 @@ from fsfunc.core.casts import differentiable
 from fsfunc.core.frames import Counter, Frame, Stage, frame, inside
 from fsfunc.core.units import Call
 from fsfunc.sharded.leaf import Sharded, is_sharded
-from fsfunc.tracing.dataflow import Argument, Body, Flow, run_on_data, tensors
+from fsfunc.tracing.dataflow import (
+    Argument,
+    Dataflow,
+    RunningUnit,
+    run_on_data,
+    tensors_in,
+)
 from fsfunc.tracing.programs import (
     Loss,
     Names,
@@ -32,10 +45,11 @@ from fsfunc.tracing.programs import (
     below,
 )
 from fsfunc.tracing.runs import place_without_data, without_data
+from fsfunc.tree import PyTree
 
 _P = ParamSpec("_P")
 
-_TOLD = (
+_VALUE_READ = (
     "the loss",
     ", outside every unit: what it does next must not depend on a value that another "
     "stage holds. Move it into a unit, or make it a torch.where",
@@ -96,104 +110,127 @@ def program(
 def trace(
     loss_fn: Callable[..., Any], args: tuple[Any, ...], keywords: dict[str, Any]
 ) -> Program:
-    """:func:`program`, for arguments in hand."""
+    """Does what :func:`program` does, with the arguments as a tuple and a dict."""
     if not args:
         raise TypeError(
             "program(loss_fn, params, ...): the first argument of the loss is missing"
         )
-    labels, at = _labels(loss_fn, len(args)), place_without_data()
+    labels, here = _labels(loss_fn, len(args)), place_without_data()
     names = Names(labels[0], tree.paths(args[0], is_leaf=is_sharded))
-    mine = not _torch.fake_active()
+    makes_fakes = not _torch.fake_active()
     with (
-        torch.inference_mode(False),  # and gradients on
-        without_data((args, keywords), at, read_error=_TOLD) as mode,
+        # Gradients are on too: what a backward pass saves is read from the graph.
+        torch.inference_mode(False),
+        without_data((args, keywords), here, read_error=_VALUE_READ) as mode,
         ignoring_axes(),
     ):
-        stage = NotingStage(Flow(names), mode if mine else None)
-        f = Frame(
+        stage = TracingStage(Dataflow(names), mode if makes_fakes else None)
+        loss_frame = Frame(
             handlers=(stage,),
-            here=at,
+            here=here,
             casts=frame().casts,
             counter=stage.counter,
             in_loss=1,
         )
-        with inside(f):
-            given = [
-                _blank(stage, x, label, parameter=i == 0)
+        with inside(loss_frame):
+            blanks = [
+                _blank_argument(stage, x, label, is_parameter=i == 0)
                 for i, (label, x) in enumerate(zip(labels, args, strict=True))
             ]
-            keywords = {k: _blank(stage, x, k) for k, x in keywords.items()}
+            keywords = {k: _blank_argument(stage, x, k) for k, x in keywords.items()}
             with stage.flow:
-                out = loss_fn(*given, **keywords)
-                return stage.finished(getattr(loss_fn, "__name__", "loss"), out)
+                out = loss_fn(*blanks, **keywords)
+                return stage.finish(getattr(loss_fn, "__name__", "loss"), out)
 
 
-class NotingStage(Stage):
+class TracingStage(Stage):
     """A stage that runs and records every unit call of a loss.
+
+    A real stage of a pipeline runs only its own.
 
     Args:
         flow: the dependencies between values.
-        fake: the mode that makes fake tensors; None if one is on already.
+        fake: the mode that makes fake tensors; None if one was on already.
     """
 
-    def __init__(self, flow: Flow, fake: Any):
+    flow: Dataflow
+    fake: FakeTensorMode | None
+
+    def __init__(self, flow: Dataflow, fake: FakeTensorMode | None):
         self.flow, self.fake = flow, fake
-        self.counter = Counter()
+        self.counter: Counter = Counter()
         self.calls: list[TracedCall] = []
         self.leaves: dict[int, Argument] = {}
 
-    def decide(self, call: Call, params: Any, inputs: Any, keywords: Any) -> Any:
-        """A unit call of the loss: run, noted, and its outputs set apart."""
+    def decide(
+        self,
+        call: Call,
+        params: PyTree,
+        inputs: tuple[PyTree, ...],
+        keywords: dict[str, PyTree],
+    ) -> PyTree:
+        """Runs and notes a unit call of the loss; returns copies of its outputs."""
         name, line, flow = call.unit.__name__, source_line(), self.flow
         if _torch.functorch_active() or call.frame.counter is not self.counter:
             raise RuntimeError(
                 f"the loss itself differentiates or maps unit {name!r}, at {line}: no "
                 "stage of a pipeline could. Move the whole of it into one unit"
             )
-        text = flow.names.call((params, *inputs), keywords)
-        taken: dict[str, Tensor] = {}
-        others: list[Tensor] = []
-        for x in tensors((params, inputs, keywords)):
+        text = flow.names.text_of_call((params, *inputs), keywords)
+        parameters: dict[str, Tensor] = {}
+        other_tensors: list[Tensor] = []
+        for x in tensors_in((params, inputs, keywords)):
             leaf = self.leaves.get(id(x))
             if leaf is not None and leaf.parameter:
-                taken[leaf.name] = x
+                parameters[leaf.name] = x
             else:
-                others.append(x)
-        fed, given = flow.of(others), frozenset(taken)
-        first = {
-            self.leaves[id(x)].name for x in tensors(params) if id(x) in self.leaves
+                other_tensors.append(x)
+        input_origins, parameter_names = (
+            flow.origins_of(other_tensors),
+            frozenset(parameters),
+        )
+        in_first_argument = {
+            self.leaves[id(x)].name for x in tensors_in(params) if id(x) in self.leaves
         }
         with self._opened(name) as body:
             out = self._run(body, call, params, inputs, keywords)
-            captured = body.origins | flow.of(out)
-            returned, outputs = self._apart(body, out, len(self.calls))
-        done = TracedCall(
+            captured = body.origins | flow.origins_of(out)
+            returned, outputs = self._separate(body, out, len(self.calls))
+        traced_call = TracedCall(
             number=len(self.calls),
             name=name,
-            params=given,
-            own=given & first,
+            params=parameter_names,
+            own=parameter_names & in_first_argument,
             outputs=outputs,
-            origins=fed | captured._replace(reads=captured.reads - given),
+            origins=input_origins
+            | captured._replace(reads=captured.reads - parameter_names),
             flops=body.flops,
             draws=body.draws,
-            activations=sum(x.untyped_storage().nbytes() for x in body.kept.values()),
-            weights=sum(x.numel() * x.element_size() for x in taken.values()),
+            activations=sum(x.untyped_storage().nbytes() for x in body.saved.values()),
+            weights=sum(x.numel() * x.element_size() for x in parameters.values()),
             line=line,
             text=text,
         )
-        self.calls.append(done)
-        flow.counted = len(self.calls)
+        self.calls.append(traced_call)
+        flow.call_count = len(self.calls)
         return returned
 
     @contextmanager
-    def _opened(self, name: str) -> Iterator[Body]:
-        self.flow.body = body = Body(name)
+    def _opened(self, name: str) -> Iterator[RunningUnit]:
+        self.flow.running_unit = body = RunningUnit(name)
         try:
             yield body
         finally:
-            self.flow.body = None
+            self.flow.running_unit = None
 
-    def _run(self, body: Body, call: Call, params: Any, inputs: Any, keywords: Any):
+    def _run(
+        self,
+        body: RunningUnit,
+        call: Call,
+        params: PyTree,
+        inputs: tuple[PyTree, ...],
+        keywords: dict[str, PyTree],
+    ) -> PyTree:
         """Runs the unit's function on fake tensors, or else on copies with data."""
         try:
             out = call.body(params, *inputs, **keywords)
@@ -210,37 +247,43 @@ class NotingStage(Stage):
                     "fake tensors has not, and it does not run on tensors of ones "
                     f"either ({second}). Make it a torch.where"
                 ) from error
-        body.keep_saved((params, inputs, keywords), out)
+        body.note_saved_by_graph((params, inputs, keywords), out)
         return out
 
-    def _apart(self, body: Body, out: Any, number: int) -> tuple[Any, Outputs]:
-        """A unit's outputs, each in a storage of its own, and what they are."""
+    def _separate(
+        self, body: RunningUnit, out: PyTree, number: int
+    ) -> tuple[PyTree, Outputs]:
+        """Returns a unit's outputs, each in a storage of its own, and what they are.
+
+        On another stage they arrive by messages, in memory of their own: dependencies,
+        which follow storages, must be those of this output alone.
+        """
         tree.shown(out, f"unit {body.name!r}", "returns")
         flow, (paths, leaves, treedef) = self.flow, tree.flatten_with_paths(out)
-        outputs, apart = Outputs.of(out), defaultdict[int, list[Tensor]](list)
+        outputs, by_storage = Outputs.of(out), defaultdict[int, list[Tensor]](list)
         for i, x in enumerate(leaves):
             if not isinstance(x, Tensor):
                 continue
-            body.keep(x)
-            sharing = apart[_torch.storage_key(x)]
+            body.note_saved(x)
+            same_storage = by_storage[_torch.storage_key(x)]
             with torch.set_grad_enabled(x.requires_grad):
-                leaves[i] = y = x.clone()
+                leaves[i] = copy = x.clone()
             value = Value(number, i)
-            flow.know(y, Origins(needs=frozenset((value,))), value)
-            flow.names.give(y, below(f"%{number}", paths[i]))
-            sharing += [x, y]
-        for sharing in apart.values():
-            if len(sharing) > 2 or flow.knows(sharing[0]):
-                flow.share(sharing, body.name)
-        for key, x in list(body.kept.items()):
+            flow.record_origins(copy, Origins(needs=frozenset((value,))), value)
+            flow.names.give(copy, below(f"%{number}", paths[i]))
+            same_storage += [x, copy]
+        for same_storage in by_storage.values():
+            if len(same_storage) > 2 or flow.has_origins(same_storage[0]):
+                flow.note_shared(same_storage, body.name)
+        for key, x in list(body.saved.items()):
             if flow.owner.get(x) is not None:
-                del body.kept[key]  # that of a parameter, or of an input
+                del body.saved[key]  # that of a parameter, or of an input
         return tree.unflatten(treedef, leaves), outputs
 
-    def finished(self, name: str, out: Any) -> Program:
-        """The program of a loss that returned ``out``."""
+    def finish(self, name: str, out: PyTree) -> Program:
+        """Returns the program of a loss that returned ``out``."""
         flow = self.flow
-        loss = Loss(Outputs.of(out), flow.of(out), flow.names.tree(out))
+        loss = Loss(Outputs.of(out), flow.origins_of(out), flow.names.text_of_tree(out))
         return Program(
             name=name,
             leaves=flow.names.params,
@@ -253,41 +296,50 @@ class NotingStage(Stage):
 
 
 def _labels(fn: Callable[..., Any], count: int) -> list[str]:
-    """Names of the function's first ``count`` arguments."""
+    """Returns names of the function's first ``count`` arguments."""
     try:
-        known = list(inspect.signature(fn).parameters.values())
+        parameters = list(inspect.signature(fn).parameters.values())
     except (TypeError, ValueError):  # a builtin's
-        known = []
+        parameters = []
     labels = []
     for i in range(count):
-        last = known[min(i, len(known) - 1)] if known else None
-        if last is None:
+        parameter = parameters[min(i, len(parameters) - 1)] if parameters else None
+        if parameter is None:
             labels.append(f"argument {i}")
-        elif last.kind is last.VAR_POSITIONAL:
-            labels.append(f"{last.name}/{i + 1 - len(known)}")
+        elif parameter.kind is parameter.VAR_POSITIONAL:
+            labels.append(f"{parameter.name}/{i + 1 - len(parameters)}")
         else:
-            labels.append(last.name)
+            labels.append(parameter.name)
     return labels
 
 
-def _blank(stage: NotingStage, value: Any, label: str, parameter: bool = False) -> Any:
-    """An argument as fake tensors, each in a storage of its own."""
-    paths, leaves, treedef = tree.flatten_with_paths(value, is_leaf=is_sharded)
+def _blank_argument(
+    stage: TracingStage, argument: PyTree, label: str, is_parameter: bool = False
+) -> PyTree:
+    """Returns an argument as fake tensors, each in a storage of its own.
+
+    Args:
+        stage: the stage that notes them.
+        argument: the argument.
+        label: its name.
+        is_parameter: whether it holds the parameters.
+    """
+    paths, leaves, treedef = tree.flatten_with_paths(argument, is_leaf=is_sharded)
     for i, (path, x) in enumerate(zip(paths, leaves, strict=True)):
         if not isinstance(x, Tensor | Sharded):
             continue
-        # A unit may return a rank's part of what it makes of a split leaf.
-        split = x.layout.in_units if isinstance(x, Sharded) else None
+        # Units are given this rank's part of a leaf that is split over other axes.
+        split_layout = x.layout.in_units if isinstance(x, Sharded) else None
         shape, strides = tuple(x.shape), None if is_sharded(x) else x.stride()
-        if split is not None:
-            shape = split.local_shape(dict.fromkeys(split.axes, 0))
+        if split_layout is not None:
+            shape = split_layout.local_shape(dict.fromkeys(split_layout.axes, 0))
         strides = strides or torch.empty(shape, device="meta").stride()
         blank = torch.empty_strided(shape, strides, dtype=x.dtype, device=x.device)
-        if parameter and differentiable(x):
+        if is_parameter and differentiable(x):
             blank.requires_grad_()
-        leaf = Argument(path if parameter else below(label, path), parameter)
+        leaf = Argument(path if is_parameter else below(label, path), is_parameter)
         stage.leaves[id(blank)] = leaf
-        leaves[i] = stage.flow.argument(blank, leaf)
-        if split is not None:
-            leaves[i] = Sharded(leaves[i], split)
+        leaves[i] = stage.flow.add_argument(blank, leaf)
+        if split_layout is not None:
+            leaves[i] = Sharded(leaves[i], split_layout)
     return tree.unflatten(treedef, leaves)

@@ -70,6 +70,7 @@ from fsfunc.tracing.runs import shadows, without_data
 from fsfunc.tracing.steadiness import StandIns, check_steady, refuse_fakes
 from fsfunc.tracing.torch_calls import CallChecker
 from fsfunc.tracing.typed_operators import SharedOp
+from fsfunc.tree import Leaf, PyTree, TreeDef
 
 _LOG = logging.getLogger(__name__)
 
@@ -79,14 +80,14 @@ Exchange = Callable[[Lines], Mapping[int, Lines]]
 
 
 def check(
-    call: Callable[..., tree.PyTree],
-    args: tuple[tree.PyTree, ...],
-    keywords: dict[str, tree.PyTree],
+    call: Callable[..., PyTree],
+    args: tuple[PyTree, ...],
+    keywords: dict[str, PyTree],
     at: Here,
     axes: tuple[str, ...],
     *,
     again: bool = False,
-    exchange: Exchange = lambda their_lines: {},
+    exchange: Exchange = lambda lines: {},
 ) -> Checker:
     """Raises if ``call(*args, **keywords)`` has no meaning under ``shard``.
 
@@ -170,6 +171,7 @@ def check(
         local_events = [
             replace(e, constants=(repr(e.constants),)) for e in checker.events
         ]
+        # The first line tells a check that has seen nothing from one that has raised.
         lines = [("looked", "at"), *((e.name, *e.constants) for e in local_events)]
         for rank, their_lines in exchange(lines).items():
             their_events = [
@@ -193,7 +195,7 @@ def check(
     # Phase 6: a loop over a single row looks like no loop. With each row twice, what is
     # wrong with it shows. Only that rule is held there: the step passed all the others
     # with its own batch, and may have every right to raise for another.
-    if checker.fact_table.rank_local.were_sliced:
+    if checker.facts.rank_local.were_sliced:
         runs.attempt(at, (RowsApart,), row_repeats=2)
 
     checker.rank_local_paths |= runs.rank_local_paths
@@ -222,9 +224,9 @@ class _DryRuns:
 
     def __init__(
         self,
-        call: Callable[..., tree.PyTree],
-        args: tuple[tree.PyTree, ...],
-        keywords: dict[str, tree.PyTree],
+        call: Callable[..., PyTree],
+        args: tuple[PyTree, ...],
+        keywords: dict[str, PyTree],
         axes: tuple[str, ...],
     ):
         self.call, self.args, self.keywords, self.axes = call, args, keywords, axes
@@ -325,11 +327,11 @@ class _DryRuns:
         return checker
 
 
-def _leaves(args: tree.PyTree) -> list[tree.Leaf]:
+def _leaves(args: PyTree) -> list[Leaf]:
     return tree.leaves(args, is_leaf=is_sharded)
 
 
-def _repeat_rows(x: tree.Leaf, times: int) -> tree.Leaf:
+def _repeat_rows(x: Leaf, times: int) -> Leaf:
     """Returns a rank's own tensor with each of its rows so many times."""
     return torch.cat([x] * times) if isinstance(x, Tensor) and x.ndim else x
 
@@ -386,12 +388,7 @@ def differing_events(
         a, b = events[first], other_events[first]
         second = f"{b.name} at {b.line}"
         raise rule_error(
-            "unlike",
-            rank=rank,
-            other=other_rank,
-            op=a.name,
-            line=a.line,
-            second=second,
+            "unlike", rank=rank, other=other_rank, op=a.name, line=a.line, second=second
         )
     event_pairs = enumerate(zip(events, other_events, strict=True))
     return {i for i, (a, b) in event_pairs if a.constants != b.constants}
@@ -414,6 +411,9 @@ class TypeCheck(FirstCalls):
             on this.
     """
 
+    replicas: Replicas
+    equal_batch_axes: frozenset[str]
+
     def __init__(self, equal_batch_axes: Iterable[str] = ()) -> None:
         super().__init__()
         self.replicas, self.equal_batch_axes = Replicas(), frozenset(equal_batch_axes)
@@ -428,9 +428,9 @@ class TypeCheck(FirstCalls):
     @reraising_interrupts()
     def check(
         self,
-        call: Callable[..., tree.PyTree],
-        args: tuple[tree.PyTree, ...],
-        keywords: dict[str, tree.PyTree],
+        call: Callable[..., PyTree],
+        args: tuple[PyTree, ...],
+        keywords: dict[str, PyTree],
         at: Here,
         axes: tuple[str, ...],
     ) -> None:
@@ -463,14 +463,14 @@ class TypeCheck(FirstCalls):
             checker.combines_numbers,
         )
 
-    def check_returned(self, out: tree.PyTree) -> None:
+    def check_returned(self, out: PyTree) -> None:
         if not _torch.fake_active():
             self.ran_without_data = False
             refuse_fakes(out)
 
     def compare_whole(
         self,
-        chosen: Sequence[tree.PyTree],
+        chosen: Sequence[PyTree],
         is_whole: Callable[[Tensor], bool],
         where: RankGroup,
     ) -> None:
@@ -494,7 +494,7 @@ class TypeCheck(FirstCalls):
         self.combines_numbers = None
 
     def begin_call(
-        self, batch: tree.PyTree, call_frame: Frame
+        self, batch: PyTree, call_frame: Frame
     ) -> DueCall | nullcontext[None]:
         if call_frame.tracer is not None or call_frame.here is None:
             return _NOT_DUE
@@ -518,10 +518,10 @@ class TypeCheck(FirstCalls):
 
     def compare_state(
         self,
-        f: Callable[..., tree.PyTree],
+        f: Callable[..., PyTree],
         call_frame: Frame,
-        state_def: tree.TreeDef | None,
-        out: tree.PyTree,
+        state_def: TreeDef | None,
+        out: PyTree,
         call: DueCall | nullcontext[None],
     ) -> None:
         if (
@@ -579,9 +579,9 @@ class _Exchange:
         if where is None or where.link.notes is not None:
             return {}
         self.failed = True
-        differences = differing_lines(lines, where)
+        lines_by_rank = differing_lines(lines, where)
         self.failed = False
-        return differences
+        return lines_by_rank
 
 
 UNCHECKED = (

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import Node
 
-from fsfunc import _torch, tree
-from fsfunc._torch.fake_modes import result_below
+from fsfunc import _torch
+from fsfunc._torch.fake_modes import run_operator_below
 from fsfunc.comm.attribution import called_by_fsfunc, is_internal, source_line
 from fsfunc.comm.comparison import Lines
 from fsfunc.comm.mesh import note_axes_read
@@ -63,6 +63,7 @@ from fsfunc.tracing.types import (
     joint_kind,
     result_kind,
 )
+from fsfunc.tree import Leaf, PyTree
 
 
 @dataclass(frozen=True)
@@ -95,9 +96,9 @@ class TypedOperators(OperatorMode):
         varying: the indices of the events of which the constants differ between ranks.
 
     Attributes:
-        rank_local_kind: the type of what is each rank's own: V, or A if it is alone.
+        local_kind: the type of what is each rank's own: V, or A if it is alone.
         events: the operators that ranks must agree on.
-        fact_table: the facts about tensors.
+        facts: the facts about tensors.
         nodes: the operators that autograd nodes belong to.
         split_work: the axes beside ``axes`` along which values are each rank's own.
         unit_memory: the memory that the bodies of running units were given.
@@ -109,6 +110,14 @@ class TypedOperators(OperatorMode):
         seed_count: how many cotangents of ones torch makes next.
     """
 
+    axes: tuple[str, ...]
+    stand_ins: StandIns
+    varying: set[int]
+    facts: FactTable
+    nodes: AutogradNodes
+    draws: bool
+    combines_numbers: bool
+
     def __init__(
         self,
         axes: tuple[str, ...],
@@ -118,28 +127,28 @@ class TypedOperators(OperatorMode):
     ):
         super().__init__()
         self.axes, self.stand_ins, self.varying = axes, stand_ins, set(varying)
-        self.rank_local_kind = Kind.A if alone else Kind.V
+        self.local_kind = Kind.A if alone else Kind.V
         self.events: list[SharedOp] = []
-        self.fact_table, self.nodes = FactTable(), AutogradNodes()
-        self.split_work = SplitWork(axes)
+        self.facts, self.nodes = FactTable(), AutogradNodes()
+        self.split_work: SplitWork = SplitWork(axes)
         self.unit_memory: set[int] = set()
         self.draws = self.combines_numbers = False
         self.drawing: set[str] = set()
         self.captured: list[Provenance] = []
         self.is_indexing = False
         self._names_dims = False  # whether the operator that is typed was given dims
-        self.seed_count = 0
+        self.seed_count: int = 0
         self._paused = False  # while the check runs operators of its own
 
     def operator(
         self, func: _torch.OpOverload, args: _torch.Args, kwargs: _torch.Kwargs
     ) -> Any:
-        if not self._paused and (dependence := _torch.tells(func)):
+        if not self._paused and (dependence := _torch.data_dependence(func)):
             if dependence == "value":
                 return self._python_value(func, args, kwargs)
             self.check_values_read(class_of_call(func, args, kwargs).name, args)
         node_numbers = self.nodes.new_numbers()
-        out = result_below(func, args, kwargs)
+        out = run_operator_below(func, args, kwargs)
         # The cotangent of a loss has no type: each rank's loss counts once.
         if self.seed_count and func is _ONES:
             self.seed_count -= 1
@@ -154,7 +163,7 @@ class TypedOperators(OperatorMode):
                 self.drawing.add(path[0])
             self._check_captured(path[0], args, kwargs)
             return out
-        written = _torch.written(func, args, kwargs)
+        written = _torch.tensors_written(func, args, kwargs)
         outputs = flatten_lists([out, written]) if written else flatten_lists(out)
         if results := [x for x in outputs if isinstance(x, Tensor)]:
             op = class_of_call(func, args, kwargs)
@@ -179,7 +188,7 @@ class TypedOperators(OperatorMode):
                 self._paused = False
         return out
 
-    def check_values_read(self, name: str, values: tree.PyTree) -> Kind:
+    def check_values_read(self, name: str, values: PyTree) -> Kind:
         """Returns the joint type of tensors whose values Python reads.
 
         Args:
@@ -190,7 +199,7 @@ class TypedOperators(OperatorMode):
             LawError: one is this rank's part of a leaf.
         """
         tensors = [x for x in flatten_lists([values]) if isinstance(x, Tensor)]
-        facts = [self.fact_table.of(x) for x in tensors]
+        facts = [self.facts.of(x) for x in tensors]
         if any(x.kind in PARTS - {Kind.R} for x in facts):
             if not frame().path and not _library_at_work():
                 raise operand_error("mixes", name, facts)
@@ -202,7 +211,7 @@ class TypedOperators(OperatorMode):
         return kind
 
     def error_for_part(
-        self, func: _torch.TorchFunction, values: Iterable[tree.Leaf], error: Exception
+        self, func: _torch.TorchFunction, values: Iterable[Leaf], error: Exception
     ) -> Exception | None:
         """Returns the error to raise in place of torch's, where a part may be why.
 
@@ -218,7 +227,7 @@ class TypedOperators(OperatorMode):
             return None
         if frame().path or _library_at_work():
             return None
-        facts = [self.fact_table.of(x) for x in values if isinstance(x, Tensor)]
+        facts = [self.facts.of(x) for x in values if isinstance(x, Tensor)]
         if not any(x.kind is Kind.S or x.flat for x in facts):
             return None
         name = getattr(func, "__name__", type(func).__name__)
@@ -285,9 +294,7 @@ class TypedOperators(OperatorMode):
         if node is not None and self.nodes.is_in_unit_body(node, node_numbers):
             for y, aliases in zip(results, in_input, strict=True):
                 if not aliases:
-                    self.fact_table.set_kind(
-                        y, self.rank_local_kind, "a unit's derivative"
-                    )
+                    self.facts.set_kind(y, self.local_kind, "a unit's derivative")
             return
         origin = self._origin(op, node, node_numbers, trusted)
         for x in tensors:
@@ -297,7 +304,7 @@ class TypedOperators(OperatorMode):
         is_view = not writes and all(in_input)
         if is_view and not (by_user or op.picks or op.name == "view_as_real"):
             return
-        facts = [self.fact_table.of(x) for x in tensors]
+        facts = [self.facts.of(x) for x in tensors]
         if is_view and self._takes_pairs(op, tensors[0], facts[0], results[0]):
             if op.picks and origin:
                 origin = origin._replace(trusted=True, of_pairs=True)
@@ -317,27 +324,27 @@ class TypedOperators(OperatorMode):
             # An index that takes all there is gives an alias, which shows no slice.
             slices = op.picks or op.name == "as_strided" or self.is_indexing
             if is_view and slices:
-                self.fact_table.rank_local.note_slice(tensors[0])
+                self.facts.rank_local.note_slice(tensors[0])
         if is_view and not op.picks:
             return
         kind = self._result_kind(call)
         if is_view:
             return
         if op.random and not any(isinstance(x, torch.Generator) for x in arguments):
-            kind = self.rank_local_kind  # the ranks' default generators are their own
+            kind = self.local_kind  # the ranks' default generators are their own
         digest = None
         if by_user and kind is not Kind.V:
             kind, digest = self._shared_kind(call, kind)
-        made_facts = result_facts(self.fact_table, call, kind, digest)
+        made_facts = result_facts(self.facts, call, kind, digest)
         for i, (y, aliases) in enumerate(zip(results, in_input, strict=True)):
             if i and made_facts.value_key:
                 made_facts = made_facts._replace(
                     value_key=hash((made_facts.value_key, i))
                 )
             if aliases:
-                self.fact_table.record_write(y, made_facts)
+                self.facts.record_write(y, made_facts)
             else:
-                self.fact_table.set(y, made_facts)
+                self.facts.set(y, made_facts)
 
     def _origin(
         self, op: OperatorClass, node: Node | None, node_numbers: range, trusted: bool
@@ -363,7 +370,7 @@ class TypedOperators(OperatorMode):
             name: the outermost unit's.
         """
         for x in flatten_lists([args, kwargs]):
-            if not isinstance(x, Tensor) or (facts := self.fact_table.find(x)) is None:
+            if not isinstance(x, Tensor) or (facts := self.facts.find(x)) is None:
                 continue
             if memory_key(x) in self.unit_memory:
                 continue
@@ -371,7 +378,7 @@ class TypedOperators(OperatorMode):
                 continue
             if facts.kind in PARTS:
                 raise operand_error("input", name, [facts])
-            self.captured.append(self.fact_table.provenance(x))
+            self.captured.append(self.facts.provenance(x))
 
     def _takes_pairs(
         self, op: OperatorClass, x: Tensor, facts: TensorFacts, y: Tensor
@@ -384,9 +391,9 @@ class TypedOperators(OperatorMode):
         if not (facts.flat or facts.kind in PARTS):
             return False
         if op.name == "view_as_real":
-            self.fact_table.mark_paired(x)
+            self.facts.mark_paired(x)
             return True
-        return self.fact_table.shows_pairs(x, facts) and view_keeps_pairs(x, y)
+        return self.facts.shows_pairs(x, facts) and view_keeps_pairs(x, y)
 
     def _check_placed(self, call: OperatorCall, is_view: bool) -> None:
         """Raises where a user's operator depends on the dims of a placed leaf.
@@ -398,7 +405,7 @@ class TypedOperators(OperatorMode):
         """
         op, results = call.op, call.results
         placed = [
-            (x, facts, self.fact_table.shows_pairs(x, facts))
+            (x, facts, self.facts.shows_pairs(x, facts))
             for x, facts in call.pairs
             if facts.flat or facts.kind is Kind.S
         ]
@@ -409,7 +416,7 @@ class TypedOperators(OperatorMode):
                 if is_view or not (are_pairs and op.elementwise and keeps_shape):
                     raise operand_error("pairs", op.name, [facts])
                 for y in results:
-                    self.fact_table.mark_paired(y)
+                    self.facts.mark_paired(y)
             elif is_view:
                 transposes = op.name in TRANSPOSES or any(
                     y.shape[-1:] != x.shape[-1:] for y in results

@@ -35,7 +35,19 @@ from torch import Tensor
 from fsfunc.comm.linear_maps import LinearMap
 from fsfunc.tracing.operators import OperatorClass
 
-Kind = Enum("Kind", "K I A V S P R")
+
+class Kind(Enum):
+    """How a value of a step differs between ranks: see the table above."""
+
+    K = 1  # a constant
+    I = 2  # replicated  # noqa: E741
+    A = 3  # own values, equal on all ranks
+    V = 4  # a rank's own
+    S = 5  # a part of a leaf
+    P = 6  # a term: a sum over a part
+    R = 7  # a factor of parts
+
+
 # Sets of kinds are made for every operator, and an Enum's own hash is a function of
 # Python.
 Kind.__hash__ = object.__hash__

@@ -240,9 +240,9 @@ class _Compiler:
     ) -> Callable[..., Any]:
         if share is None:
             return torch.compile(fn, **self.options)
-        from fsfunc._torch.partitions import keeping_share  # slow to import
+        from fsfunc._torch.partitions import options_saving_share  # slow to import
 
-        return torch.compile(fn, **keeping_share(self.options, share))
+        return torch.compile(fn, **options_saving_share(self.options, share))
 
 
 def _naming_errors(compiled: Function, name: str) -> Function:
@@ -252,7 +252,7 @@ def _naming_errors(compiled: Function, name: str) -> Function:
         try:
             return compiled(*args, **keywords)
         except Exception as error:
-            if _torch.is_of_compiler(error):
+            if _torch.is_compiler_error(error):
                 if NOT_IN_GRAPHS in str(error):
                     message = _COLLECTIVE.format(name, source_line())
                     raise ValueError(message) from error

@@ -230,7 +230,7 @@ class Memory:
 
     def versions(self) -> list[int]:
         """Returns the version counters of ``written``, by which a write shows."""
-        with _torch.plain_tensors():
+        with _torch.as_plain_tensors():
             try:
                 return [x._version for x in self.written]
             except RuntimeError:  # of an inference tensor, which has none

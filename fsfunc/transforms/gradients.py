@@ -279,7 +279,7 @@ def check_derivatives(call: Call, taken: Sequence[Leaf], inputs: PyTree) -> None
     innermost, name, local = 0, "", None
     for leaf in taken:
         x = leaf.local if isinstance(leaf, Sharded) else leaf
-        if (level := _torch.differentiated_at(x)) > innermost:
+        if (level := _torch.differentiation_level(x)) > innermost:
             named = isinstance(leaf, Sharded) and leaf.name
             innermost, local = level, x
             name = repr(leaf.name) if named else "a parameter"
@@ -289,6 +289,8 @@ def check_derivatives(call: Call, taken: Sequence[Leaf], inputs: PyTree) -> None
     if call.frame.path and innermost > call.frame.functorch_level:
         raise inside_unit(call.frame.path, name, f"unit {call.unit.__name__!r}")
     # A vmap around the derivative, over the inputs: one derivative for each sample.
-    levels = [_torch.mapped_at(x) for x in tree.leaves(inputs) if isinstance(x, Tensor)]
+    levels = [
+        _torch.vmap_levels_of(x) for x in tree.leaves(inputs) if isinstance(x, Tensor)
+    ]
     mapped = any(0 < level < innermost for each in levels for level in each)
     check_samples(local, f"{name}, which unit {call.name!r} takes", mapped)

@@ -87,7 +87,7 @@ def enter_tracked(
 
 def _is_tracked(x: Tensor) -> bool:
     """Returns whether ``x`` is differentiated outside the call."""
-    if _torch.differentiated_at(x):
+    if _torch.differentiation_level(x):
         return True
     # A leaf that merely requires grad, as parameters of a module do, is differentiated
     # only if an enclosing loss uses it.
@@ -99,7 +99,7 @@ def storage_of(x: Tensor) -> int:
     """Returns the storage key of a tensor, which may be differentiated or mapped."""
     x = _torch.unwrapped(x)
     # A leaf that a donated step has overwritten refuses most uses; not this one.
-    with _torch.plain_tensors():
+    with _torch.as_plain_tensors():
         return _torch.storage_key(x)
 
 

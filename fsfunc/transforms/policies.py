@@ -223,7 +223,7 @@ class Tape:
         """Runs an op of the first run, and notes what it made."""
         out = func(*args, **kwargs)
         if not _torch.makes_memory(func):
-            for x in _torch.written(func, args, kwargs):
+            for x in _torch.tensors_written(func, args, kwargs):
                 self.makers[x] = None
             return out  # a view's storage has its maker already
         sequence = type(out) if isinstance(out, (list, tuple)) else None

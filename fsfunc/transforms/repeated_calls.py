@@ -65,7 +65,7 @@ class _AllFilled(BaseException):
     """All residuals have values. Not an Exception: a unit must not swallow it."""
 
 
-class _IdleMode(_torch.UnheardMode):
+class _IdleMode(_torch.HiddenFromCompile):
     """A dispatch mode that changes nothing, but is there."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
@@ -224,7 +224,7 @@ class RepeatedCall:
         """Calls the unit's function, whose graph gets residuals without values."""
         if self.in_function:  # that of a unit which it calls
             return fn(*args, **keywords)
-        self.in_function, self.mode_count = True, _torch.dispatch_modes()
+        self.in_function, self.mode_count = True, _torch.dispatch_mode_count()
         with nullcontext() if self.tape is None else self.tape.record():
             if self.hook_mode is None:
                 return self._call_unknown(fn, args, keywords)
@@ -265,7 +265,9 @@ class RepeatedCall:
             with nullcontext() if compiled else draws:
                 out = self._call_hooked(fn, args, keywords)
             stop = () if token is None else (token.grad_fn,)
-            if any(map(_torch.saves_early, nodes_of(out, (args, keywords), stop))):
+            if any(
+                map(_torch.saves_before_filling, nodes_of(out, (args, keywords), stop))
+            ):
                 raise RuntimeError(_RRELU.format(self.name))
             self.hook_mode = HookMode.AS_SAVED
             if self.computes_gradients:
@@ -359,7 +361,7 @@ class RepeatedCall:
             stack.callback(torch.clear_autocast_cache)
         # Beneath a dispatch mode torch may take other operators, which save other
         # tensors: the second run is beneath one if the first was.
-        if self.mode_count and not _torch.dispatch_modes():
+        if self.mode_count and not _torch.dispatch_mode_count():
             stack.enter_context(_IdleMode())
         if self.tape is not None:
             stack.enter_context(self.tape.replay(named_values))
@@ -389,7 +391,7 @@ class RepeatedCall:
                 reference, *kind = next(unfilled)
                 if kind != [x.shape, x.dtype]:
                     raise RuntimeError(_UNLIKE.format(self.name))
-                if (is_near := _torch.nearness(next(norms, None), x)) is not None:
+                if (is_near := _torch.norms_are_near(next(norms, None), x)) is not None:
                     answers.append(is_near)
                 # None: the graph's part that would read it is gone.
                 if (residual := reference()) is not None:

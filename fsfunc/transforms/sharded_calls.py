@@ -417,8 +417,8 @@ class Sharding(Interpretation):
 def _unwrap(x: Leaf) -> Leaf:
     """Returns a leaf outside of ``torch.func``; of one that it maps over, a row."""
     if is_sharded(x):
-        return x.with_local(_torch.one_row(x.local))
-    return _torch.one_row(x) if isinstance(x, Tensor) else x
+        return x.with_local(_torch.first_row(x.local))
+    return _torch.first_row(x) if isinstance(x, Tensor) else x
 
 
 _LATE = (

@@ -126,7 +126,7 @@ class _Graphs:
         """Remembers a call of a new kind, as of another state; forgets the oldest."""
         self.eager_calls[eager_key] = call
         of_rank = [k for k in self.eager_calls if k[0] == eager_key[0]]
-        if len(of_rank) > operator_graphs.most_shapes():
+        if len(of_rank) > operator_graphs.recompile_limit():
             for key in self.eager_calls.pop(of_rank[0]).graph_keys:
                 del self.graphs[key]
 
@@ -134,7 +134,7 @@ class _Graphs:
         self, key: GraphKey, call: _EagerCall, arguments: Arguments, donates: bool
     ) -> StepGraph:
         """Traces the step for new shapes; returns its graph."""
-        if (n := len(call.graph_keys)) >= operator_graphs.most_shapes():
+        if (n := len(call.graph_keys)) >= operator_graphs.recompile_limit():
             raise RuntimeError(_MANY.format(n, arguments.describe_batch()))
         alike = key == call.key
         trace = StepTrace(
@@ -175,15 +175,15 @@ class StepGraph:
             return
         graph, tensors = self.traced.graph, arguments.graph_inputs()
         # Alone in its memory, as `_copy_shared` makes it in a call.
-        for i in self.traced.written:
+        for i in self.traced.written_inputs:
             tensors[i] = torch.empty_like(tensors[i])
         inputs = self._inputs(tensors)
-        operator_graphs.compute_again(graph)
+        operator_graphs.recompute_activations(graph)
         if backend == "eager":
             self.kernels = graph
             return
         try:
-            self.kernels = operator_graphs.compiled(graph, inputs, options)
+            self.kernels = operator_graphs.compile_graph(graph, inputs, options)
         except Exception as error:
             first_line = str(error).strip().partition("\n")[0]
             raise RuntimeError(_REFUSED.format(first_line)) from error
@@ -215,7 +215,7 @@ class StepGraph:
         finally:
             # Compiled kernels do not count versions. Also if the step raises: it has
             # spoiled what it may have written.
-            written = [tensors[i] for i in self.traced.written]
+            written = [tensors[i] for i in self.traced.written_inputs]
             torch.autograd.graph.increment_version(written)
         leaves = self._make_leaves(arguments, tensors, made)
         out = tree.unflatten(self.trace.returned.treedef, leaves)
@@ -229,7 +229,7 @@ class StepGraph:
         So too a part of larger memory: in the graph that is gathered anew.
         """
         donated.add_made()
-        written = self.traced.written
+        written = self.traced.written_inputs
         writable = donated.may_write([tensors[i] for i in written])
         for i, may_write in zip(written, writable, strict=True):
             x = tensors[i]
@@ -250,7 +250,7 @@ class StepGraph:
             for x in arguments.leaves
             if is_sharded(x)
         }
-        written, by_buffer, leaves = set(self.traced.written), {}, []
+        written, by_buffer, leaves = set(self.traced.written_inputs), {}, []
         for x, (kind, layout, _), source in zip(
             self.trace.out, self.trace.returned.leaves, self.trace.sources, strict=True
         ):

@@ -96,15 +96,15 @@ class StepTrace:
             self._run_for_shapes(f, arguments, donates)
         with self._without_data(f, arguments, donates) as (run, inputs):
             has_drawn = watch_other_draws()
-            self.traced = operator_graphs.traced(run, inputs)
+            self.traced = operator_graphs.trace_operators(run, inputs)
             if has_drawn():
                 raise RuntimeError(_DRAWS.format("Python's or numpy's"))
-        if self.traced.written and not donates:
+        if self.traced.written_inputs and not donates:
             raise RuntimeError(_WRITES)
         sharded = filter(is_sharded, arguments.leaves)
         packed = {id(x.packed.flat) for x in sharded if x.packed}
         is_plain = [id(x) not in packed for x in arguments.buffers]
-        operator_graphs.check_places(self.traced.graph, is_plain)
+        operator_graphs.refuse_as_strided(self.traced.graph, is_plain)
         for node in self.traced.graph.graph.nodes:
             call = node.target, node.args, node.kwargs
             if operator_graphs.is_operator(node.target) and is_random(*call):
@@ -113,7 +113,7 @@ class StepTrace:
         self.out, treedef = tree.flatten(self.out, is_leaf=is_sharded)
         self._check_alike(treedef)
         sources = {id(x): (True, i) for i, x in enumerate(inputs)}
-        sources |= {id(x): (False, i) for i, x in enumerate(self.traced.made)}
+        sources |= {id(x): (False, i) for i, x in enumerate(self.traced.results)}
         self.sources: list[tuple[bool, int] | None] = [
             sources.get(id(buffer_of(x))) for x in self.out
         ]

@@ -540,7 +540,7 @@ def _forgetting_hooks(
 
     def unpack(packed: SavedPlace) -> Tensor:
         # Read only to see if autograd accepts the saved tensor: it causes no gather.
-        if _torch.LOOKING.on:
+        if _torch.INSPECTING.on:
             return _NOTHING
         full = call.full
         if full is None:  # read outside the unit's backward: gathered for this alone

@@ -99,7 +99,7 @@ def test_a_unit_that_is_not_parted_says_so(monkeypatch):
     def refuses(fn, share):
         raise RuntimeError("no such operator\nat all")
 
-    monkeypatch.setattr(partitions, "parted", refuses)
+    monkeypatch.setattr(partitions, "partitioned", refuses)
     with pytest.warns(UserWarning, match="'block_of' is planned as if .*no such op"):
         found = planned(ff.jit)
     assert kept(found) == kept(planned(lambda step: step))

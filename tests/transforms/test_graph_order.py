@@ -76,9 +76,11 @@ def test_compiled_it_starts_and_awaits_where_the_trace_does():
         order = RAN.copy()
         for _ in range(2):
             with mode:
-                graph = operator_graphs.traced(lambda: forward(*inputs), inputs).graph
+                graph = operator_graphs.trace_operators(
+                    lambda: forward(*inputs), inputs
+                ).graph
             known = counters["inductor"].copy()
-            run = operator_graphs.compiled(graph, data, {})
+            run = operator_graphs.compile_graph(graph, data, {})
             RAN.clear()
             (found,) = run(*data)
             assert RAN == order

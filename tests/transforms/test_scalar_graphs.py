@@ -23,7 +23,7 @@ def traced(f, *data):
     mode = FakeTensorMode()
     inputs = [mode.from_tensor(x) for x in data]
     with mode:
-        return operator_graphs.traced(lambda: f(*inputs), inputs).graph
+        return operator_graphs.trace_operators(lambda: f(*inputs), inputs).graph
 
 
 def scalars_in(graph):
@@ -40,7 +40,7 @@ def parted(f, *data):
     """(the graph's results, what is given to it behind its inputs, the graph)."""
     graph = traced(f, *data)
     expected = graph(*[x.clone() for x in data])
-    first = scalar_graphs.ahead(graph, data)
+    first = scalar_graphs.extract_scalar_arithmetic(graph, data)
     given = [] if first is None else first(*data)
     found = graph(*data, *given)
     for a, b in zip(found, expected, strict=True):
@@ -88,14 +88,14 @@ def test_what_is_written_seen_or_made_of_others_stays(f, stays):
 @pytest.mark.slow
 def test_a_compiled_step_counts_and_scales_as_the_plain_one(monkeypatch):
     """Adam's corrections and a schedule, of numbers that change from call to call."""
-    seen, ahead = [], scalar_graphs.ahead
+    seen, ahead = [], scalar_graphs.extract_scalar_arithmetic
 
     def looked(graph, inputs):
         first = ahead(graph, inputs)
         seen.append(scalars_in(graph))
         return first
 
-    monkeypatch.setattr(operator_graphs, "ahead", looked)
+    monkeypatch.setattr(operator_graphs, "extract_scalar_arithmetic", looked)
     optimizer = ff.sharded_adam(ff.warmup_cosine(0.1, 2, 9))
     step = train_step(chain(), optimizer)
     results = []

@@ -94,7 +94,9 @@ def test_a_forward_keeps_two_free_buffers(zero):
     def noted(p, x):
         if not ff.recording() and ff.axis_index("data") == 0:
             pool = pool_of(MESH, 0)
-            kept.append(sum(_torch.uses_of(key) == 1 for _, key, _ in pool.storages))
+            kept.append(
+                sum(_torch.storage_uses_by_key(key) == 1 for _, key, _ in pool.storages)
+            )
         return loss(p, x)
 
     step = ff.shard(ff.value_and_grad(noted), MESH, "data", zero=zero)

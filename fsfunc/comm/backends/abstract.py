@@ -206,7 +206,7 @@ class VmapLink(Link):
 
     def spread(self, x: Tensor) -> Tensor:
         """Returns ``x``, batched at the mesh's level, so that its rule is called."""
-        with _torch.forward_ad_on():  # we may be inside a jvp
+        with _torch.forward_ad_enabled():  # we may be inside a jvp
             zeros = (self.ranks * 0).to(x.dtype)
             # x - 0, as -0.0 + 0 would be 0.0. Bools have no difference.
             return x | zeros if x.dtype == torch.bool else x - zeros

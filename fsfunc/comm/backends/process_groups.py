@@ -265,7 +265,7 @@ def _close_in_fork() -> None:
     )
     for group in _GROUPS:
         group.close(why)
-    _torch.keep_process_groups()
+    _torch.never_free_process_groups()
 
 
 os.register_at_fork(after_in_child=_close_in_fork)

@@ -25,12 +25,17 @@ from torch import Tensor
 from fsfunc import _torch
 from fsfunc._torch import formulas
 from fsfunc.comm.attribution import current_label, source_line
-from fsfunc.testing.finite_field import field as numbers
+from fsfunc.testing.finite_field import (
+    field as numbers,
+    linear_algebra as _linear_algebra  # noqa: F401,
+    matrices as _matrices  # noqa: F401,
+    resampling as _resampling  # noqa: F401,
+)
 
 # Imported for the rules that they register.
-from fsfunc.testing.finite_field import linear_algebra as _linear_algebra  # noqa: F401
-from fsfunc.testing.finite_field import matrices as _matrices  # noqa: F401
-from fsfunc.testing.finite_field import resampling as _resampling  # noqa: F401
+from fsfunc.testing.finite_field import ___
+from fsfunc.testing.finite_field import ___
+from fsfunc.testing.finite_field import ___
 from fsfunc.testing.finite_field.field import Field, NoResidue, lift
 from fsfunc.testing.finite_field.indexing import FACTORIES, FILLS, MOVES, SUMS
 from fsfunc.testing.finite_field.optimizer_kernels import kernel_equation, run_foreach
@@ -46,7 +51,7 @@ class NoExactRule(NotImplementedError):
     """Raised for an operator that an exact run has no rule for."""
 
 
-class Exact(_torch.UnheardMode):
+class Exact(_torch.HiddenFromCompile):
     """Computes in a field. It may be entered in several threads, one after the other.
 
     Args:
