@@ -449,8 +449,7 @@ class _RoundAgain:
                     record = record_of.get(id(record))
                     events[index] = Started(first_number + number, part, ranks, record)
                 else:
-                    numbered = (first_number + number, *other_fields)
-                    events[index] = event(*numbered)
+                    events[index] = event(first_number + number, *other_fields)  # type: ignore
             book.events += events
         self.latest_storage = {
             a: self.latest_storage[b]
