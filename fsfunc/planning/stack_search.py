@@ -283,7 +283,8 @@ def _explain_nothing(trials: Trials) -> str:
     if too_large:
         closest = min(too_large, key=lambda s: s.least_bytes)
         return (
-            f"none of {total} stacks fits in {limit}: of the closest, {closest.reason}, "
+            f"none of {total} stacks fits in {limit}: of the closest, "
+            f"{closest.reason}, "
             f"{of_bytes(closest.least_bytes - trials.memory)} too much: "
             f"{closest.stack}"
         )

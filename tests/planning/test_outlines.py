@@ -71,7 +71,7 @@ HOW: Any = [
     {"axes": DATA, "remat": "always", **WIDE},
     {"axes": DATA, **WIDE},
     {"axes": DATA, "accumulate": 4, **WIDE},
-    {"axes": DATA, "accumulate": 4, "each": True, **WIDE},
+    {"axes": DATA, "accumulate": 4, "reduces_each": True, **WIDE},
     {"schedule": "one_f_one_b", "remat": "always", **PIPED},
     {"schedule": "zb_h1", **PIPED},
 ]
