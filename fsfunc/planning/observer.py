@@ -296,7 +296,7 @@ class Observer(Tracer, OperatorMode):
     ) -> Callable[..., PyTree]:
         if self.counts_unseen:
             return call.unit.fn
-        return self.parted.of(call, params, inputs, keywords)
+        return self.parted.function_for(call, params, inputs, keywords)
 
     def _save_copies(self, name: str, out: PyTree) -> None:
         """Notes the copies of parameters that a body made, but for its outputs.
