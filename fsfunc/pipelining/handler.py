@@ -159,7 +159,7 @@ class Pipelining(Interpretation):
         self.ran(position)
         return returned
 
-    def unit(self, run: Callable[..., Any], call: Call) -> Callable[..., Any]:
+    def unit(self, run: Callable[..., PyTree], call: Call) -> Callable[..., PyTree]:
         # Within a staged loss a `StageRun` is outermost, and lets through the unit
         # calls of its stage alone.
         if not call.frame.staged:
@@ -199,14 +199,16 @@ class Pipelining(Interpretation):
             self._rank_group(), inner, len(outer.micro), (),
         )  # fmt: skip
         returned = [x for x, _, _ in self._run(worker, forward_only)]
-        result = join_forwards(returned, [b.share for b in batches])
+        joined = join_forwards(returned, [b.share for b in batches])
         return _as_varying(
-            broadcast_results(result, worker.rank_group, self.owners[-1])
+            broadcast_results(joined, worker.rank_group, self.owners[-1])
         )
 
     # Gradient calls
 
-    def gradient(self, run: Callable[..., Any]) -> Callable[..., Any]:
+    def gradient(
+        self, run: Callable[[GradientCall], Outcome]
+    ) -> Callable[[GradientCall], Outcome]:
         def pipelined(call: GradientCall) -> Outcome:
             f = frame()
             if self._is_within(f):
@@ -326,7 +328,7 @@ class Pipelining(Interpretation):
         self,
         worker: Worker,
         select: Callable[[Schedule], Schedule] = lambda schedule: schedule,
-    ) -> list[Any]:
+    ) -> list[tuple[PyTree, Tensor | None, PyTree]]:
         """Returns the results of each microbatch's loss, on the last stage's rank.
 
         Other ranks get blanks of the same shapes, into which `everywhere` broadcasts.
@@ -385,7 +387,7 @@ class RecordedPipelining(Noted, Pipelining):
         self.__dict__.update(handler.__dict__)
         self.handler, self.recorder, self.cut = handler, recorder, cut
 
-    def unit(self, run: Callable[..., Any], call: Call) -> Callable[..., Any]:
+    def unit(self, run: Callable[..., PyTree], call: Call) -> Callable[..., PyTree]:
         in_loss = self.cut is not None
         return (Noted if in_loss else Pipelining).unit(self, run, call)
 

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from fsfunc.comm.backends.link import Handle
 from fsfunc.comm.groups import RankGroup
 from fsfunc.comm.ledgers import silence
 from fsfunc.comm.mesh import Here, Mesh, here, maybe_here
@@ -226,9 +227,9 @@ def _observed(call: Callable[[], Any], bare: Hardware) -> tuple[list[Op], float]
     observer = Observer()
     observer.ignores_silence = True  # also where no ledger is open
     with observer:
-        result = call()
+        output = call()
     events = observer.book.events
-    del result
+    del output
     ops = [event.op for event in events if isinstance(event, Ran)]
     allocated_bytes = sum(
         event.bytes for event in events if isinstance(event, Allocated)
@@ -295,7 +296,7 @@ def _links(watch: Stopwatch, rank_group: RankGroup, sizes: Sizes) -> _Links:
 
 def _sending(
     watch: Stopwatch, rank_group: RankGroup, op: str, size: int, sizes: Sizes
-) -> tuple[Callable[[], Any], float]:
+) -> tuple[Callable[[], Handle], float]:
     """Returns a function that starts a collective, and the bytes that a rank sends.
 
     The collective is of a whole buffer of ``size`` bytes. Several buffers take turns,
@@ -308,7 +309,7 @@ def _sending(
     shards = [x[:count].clone() for x in wholes]
     buffers = cycle(zip(wholes, shards, strict=True))
 
-    def start() -> Any:
+    def start() -> Handle:
         whole, shard = next(buffers)
         with silence():
             if op == "all_gather":
@@ -319,7 +320,7 @@ def _sending(
 
 
 def _added(
-    watch: Stopwatch, start: Callable[[], Any], alone: float, sizes: Sizes
+    watch: Stopwatch, start: Callable[[], Handle], alone: float, sizes: Sizes
 ) -> float:
     """Returns what a transfer adds to products beside it, over its time alone."""
     time_share, n = BESIDE / len(SENDING) / 3, sizes.other

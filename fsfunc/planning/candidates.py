@@ -135,8 +135,8 @@ class Space:
                 layouts[pattern] = rule
                 continue
             splits = (rule,) if isinstance(rule, Split) else rule
-            if kept := tuple(s for s in splits if sizes.get(s.axis, 1) > 1):
-                layouts[pattern] = kept
+            if splits_there := tuple(s for s in splits if sizes.get(s.axis, 1) > 1):
+                layouts[pattern] = splits_there
         return Stack(
             axes,
             reduce=self.reduce,

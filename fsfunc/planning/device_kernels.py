@@ -55,14 +55,18 @@ def _rms_norm_backward(
 
 class _RMSNorm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, w, dims):  # type: ignore[override]
+    def forward(  # type: ignore[override]
+        ctx: Any, x: Tensor, w: Tensor | None, dims: int
+    ) -> Tensor:
         y, rstd = torch.ops.fsfunc_cuda.rms_norm(x, w, dims)
         ctx.save_for_backward(x, w, rstd)
         ctx.dims = dims
         return y
 
     @staticmethod
-    def backward(ctx, dy):  # type: ignore[override]
+    def backward(  # type: ignore[override]
+        ctx: Any, dy: Tensor
+    ) -> tuple[Tensor | None, ...]:
         x, w, rstd = ctx.saved_tensors
         # The backward kernel has no derivative: a second one goes through operators,
         # as on a GPU.
@@ -120,8 +124,8 @@ def _of_heads(*args: Any, **keywords: Any) -> Any:
     """
 
     def attention(*args: Any, **keywords: Any) -> Any:
-        result = _attention(*args, **keywords)
-        return _FUSED(*args, **keywords) if result is NotImplemented else result
+        output = _attention(*args, **keywords)
+        return _FUSED(*args, **keywords) if output is NotImplemented else output
 
     F.scaled_dot_product_attention = attention
     try:
@@ -160,12 +164,18 @@ def kernels_of(device: str) -> Kernels:
 class _OfCUDA(TorchFunctionMode):
     """Runs functions of torch as CUDA does."""
 
-    def __torch_function__(self, func, types, args=(), kwargs=None):
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
         kernel = _KERNELS.get(func)
         if kernel is not None and not _torch.functorch_active():
-            found = kernel(*args, **(kwargs or {}))
-            if found is not NotImplemented:
-                return found
+            output = kernel(*args, **(kwargs or {}))
+            if output is not NotImplemented:
+                return output
         return func(*args, **(kwargs or {}))
 
 

@@ -11,7 +11,7 @@ Source: ``min_cut_rematerialization_partition`` of functorch.compile.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -25,12 +25,13 @@ from torch.overrides import TorchFunctionMode
 from fsfunc import _torch, tree
 from fsfunc.comm.attribution import warn
 from fsfunc.comm.backends.interrupts import heard
-from fsfunc.comm.mesh import maybe_here, place_here
+from fsfunc.comm.mesh import Mesh, maybe_here, place_here
 from fsfunc.core.execution_context import running
 from fsfunc.core.units import Call
 from fsfunc.planning.device_kernels import Kernels
 from fsfunc.sharded.leaf import is_sharded
 from fsfunc.transforms.rematerialization import share_kept
+from fsfunc.tree.structure import TreeDef
 from fsfunc.tree.types import Leaf, PyTree
 
 
@@ -84,7 +85,7 @@ class PartedUnits:
 
     @heard()
     def _trace_parted(
-        self, call: Call, share: float | None, leaves: list[Leaf], treedef: Any
+        self, call: Call, share: float | None, leaves: list[Leaf], treedef: TreeDef
     ) -> _Parted | None:
         """Returns the parted function; warns, and returns None, if torch cannot."""
         key, compiled_by = (
@@ -131,7 +132,7 @@ def _alone() -> AbstractContextManager[Any]:
 class _NoLink:
     """A link of no use: a unit that needs it is not parted."""
 
-    def on(self, mesh: Any) -> Any:
+    def on(self, mesh: Mesh) -> _NoLink:
         return self
 
     def __getattr__(self, name: str) -> Any:
@@ -141,7 +142,13 @@ class _NoLink:
 class _ComposedNorms(TorchFunctionMode):
     """Runs norms as operators: so the compiler writes them, whatever the device has."""
 
-    def __torch_function__(self, func, types, args=(), kwargs=None):
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
         if func in (torch.rms_norm, F.rms_norm):
             with _torch.outside_function_modes():
                 return func(*args, **(kwargs or {}))
@@ -167,13 +174,14 @@ class _Parted:
         fn: Callable[..., PyTree],
         share: float | None,
         leaves: Sequence[Leaf],
-        treedef: Any,
+        treedef: TreeDef,
     ):
         from fsfunc._torch.partitions import parted  # slow to import
 
         self.tensor_indices = [i for i, x in enumerate(leaves) if isinstance(x, Tensor)]
         self.run = parted(partial(self._flat, fn, list(leaves), treedef), share)
-        self.output_structure: Any = None
+        # Set by the first run: (structure, None for a tensor or (leaf,) for another).
+        self.output_structure: tuple[TreeDef, list[tuple[Leaf] | None]]
 
     def trace(self, leaves: Sequence[Leaf]) -> None:
         """Runs it once, forward and backward, on tensors of its own.
@@ -193,7 +201,11 @@ class _Parted:
             torch.autograd.grad(outputs, inputs, ones, allow_unused=True)
 
     def _flat(
-        self, fn: Callable[..., Any], leaves: list[Any], treedef: Any, *tensors: Tensor
+        self,
+        fn: Callable[..., Any],
+        leaves: list[Leaf],
+        treedef: TreeDef,
+        *tensors: Tensor,
     ) -> list[Tensor]:
         leaves = list(leaves)
         for i, x in zip(self.tensor_indices, tensors, strict=True):

@@ -15,9 +15,9 @@ which ranks are played, and no end gets earlier if a cost grows.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from fsfunc.comm.backends.baton import Deadlock
 from fsfunc.comm.backends.link import CollectiveMismatch
@@ -296,9 +296,9 @@ class _PlanRun(Player):
         super().__init__()
         self.plan, self.hardware, self.attention = plan, hardware, attention
         self.ranks = [_RankRun(r) for r in plan.ranks]
-        self.streams: dict[Any, Stream] = {}
-        self.group_streams: dict[Any, Stream] = {}
-        self.durations: dict[Any, float] = {}
+        self.streams: dict[Hashable, Stream] = {}
+        self.group_streams: dict[Hashable, Stream] = {}
+        self.durations: dict[Hashable, float] = {}
         self.costs: dict[Op, float] = {}
 
     def run(self) -> Played:

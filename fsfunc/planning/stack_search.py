@@ -190,11 +190,11 @@ def search(
         else:
             for ladder in space.without_pipeline(axes, trials.rows):
                 _climb(trials, ladder)
-    result = _make_result(trials)
+    searched = _make_result(trials)
     if not run:
-        return result
-    times = measure_choices(result.ranked[:run], trials.step, training)
-    return result.with_times(times)
+        return searched
+    times = measure_choices(searched.ranked[:run], trials.step, training)
+    return searched.with_times(times)
 
 
 def _stacks(trials: Trials, space: Space, axes: Axes) -> list[Stack]:
@@ -323,7 +323,9 @@ def check_runs(sizes: Sequence[Axes], training: Training) -> None:
 
 
 def measure_choices(
-    choices: Sequence[Choice], train_step: Callable[..., Any], training: Training
+    choices: Sequence[Choice],
+    train_step: Callable[..., tuple[PyTree, PyTree]],
+    training: Training,
 ) -> dict[Choice, float]:
     """Returns the seconds of a step of each choice, on the slowest rank.
 

@@ -159,7 +159,7 @@ def _words(
         vocabulary, g.shape[:1], generator=generator, device=g.device
     )
     log_probs = torch.log_softmax(logits, -1)
-    one = logits.new_ones(())
+    cotangent = logits.new_ones(())
     _, count = aten.nll_loss_forward(log_probs, row_numbers, None, 1, -100)
     return [
         lambda: aten.embedding(table, row_numbers),
@@ -168,7 +168,7 @@ def _words(
         lambda: aten._log_softmax_backward_data(logits, log_probs, -1, logits.dtype),
         lambda: aten.nll_loss_forward(log_probs, row_numbers, None, 1, -100),
         lambda: aten.nll_loss_backward(
-            one, log_probs, row_numbers, None, 1, -100, count
+            cotangent, log_probs, row_numbers, None, 1, -100, count
         ),
     ]
 

@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -64,7 +64,7 @@ class Training:
         batch: that of all ranks together, or a function that returns it.
     """
 
-    loss_fn: Callable[..., Any]
+    loss_fn: Callable[..., PyTree]
     optimizer: Optimizer
     params: PyTree
     batch: PyTree
@@ -339,7 +339,7 @@ class Trials:
         leaves = [x for x in tree.leaves(self.batch) if isinstance(x, Tensor)]
         return [x.shape[dim] for x in leaves if x.ndim > dim]
 
-    def _local_batch(self, parts: Mapping[int, int]) -> Callable[[], Any]:
+    def _local_batch(self, parts: Mapping[int, int]) -> Callable[[], PyTree]:
         """Returns a function that makes a rank's batch, fake inside a plan."""
         return lambda: _alike(self.batch, parts)
 
@@ -358,7 +358,7 @@ def _activations(rank_plan: RankPlan) -> int:
 
 
 def _train_step(
-    loss_fn: Callable[..., Any], optimizer: Optimizer
+    loss_fn: Callable[..., PyTree], optimizer: Optimizer
 ) -> Callable[..., tuple[TrainState, dict[str, Tensor]]]:
     def train_step(
         state: TrainState, batch: PyTree
