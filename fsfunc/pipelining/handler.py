@@ -85,9 +85,9 @@ class Pipelining(Interpretation):
     called = "pipeline"
 
     def __post_init__(self) -> None:
-        self.owners = owners(self.schedule)
-        self.cuts = Cuts(self.stages, self.owners, self.axis)
-        self.same_batch = (self.axis,)
+        self.owners: tuple[int, ...] = owners(self.schedule)
+        self.cuts: Cuts = Cuts(self.stages, self.owners, self.axis)
+        self.same_batch: tuple[str, ...] = (self.axis,)
         # By rank: simulated ranks share this object. Kept from step to step, so that
         # gradients find the memory of the last ones.
         self.pools: dict[int, BufferPool] = defaultdict(BufferPool)
@@ -380,6 +380,10 @@ class RecordedPipelining(Noted, Pipelining):
     Args:
         cut: the stages of the loss that runs now; None outside a loss.
     """
+
+    handler: Pipelining
+    recorder: Recorder
+    cut: Cut | None
 
     call = Pipelining.call
 

@@ -76,8 +76,8 @@ class Updating(Pipelining):
                 "another schedule"
             )
         super().__post_init__()
-        self.staleness = staleness(self.schedule)
-        self.optimizer_is_checked = False
+        self.staleness: tuple[tuple[int, ...], ...] = staleness(self.schedule)
+        self.optimizer_is_checked: bool = False
 
     def step(
         self, loss: Callable[..., PyTree]

@@ -203,6 +203,10 @@ def clock() -> Iterator[list[TimedAction]]:
 class ActionTimer:
     """Records the time of the action that runs inside, under :func:`clock`."""
 
+    rank: int
+    action: Action
+    start: float
+
     def __init__(self, rank: int, action: Action):
         self.rank, self.action, self.start = rank, action, 0.0
 

@@ -59,6 +59,9 @@ class Allocator:
         reserved, peak: bytes of all segments, now and at most.
     """
 
+    reserved: int
+    peak: int
+
     def __init__(self, capacity: float = float("inf")) -> None:
         self.capacity = capacity
         self.reserved = self.peak = self._count = 0

@@ -237,6 +237,9 @@ class _Fused:
         read_elsewhere: those of ``made_bytes`` that are read outside, and so written.
     """
 
+    op: Op
+    call_and_phase: Hashable
+
     def __init__(self, op: Op, call_and_phase: Hashable):
         self.op, self.call_and_phase = op, call_and_phase
         self.read_bytes: dict[int, int] = {}

@@ -26,7 +26,7 @@ from fsfunc.planning.cost_model import collective_seconds
 from fsfunc.planning.machines import Hardware
 from fsfunc.planning.stacks import DATA, NODE, PIPE, Stack
 from fsfunc.state.layout_rules import axes_of
-from fsfunc.tracing.programs import Program, Spec
+from fsfunc.tracing.programs import Program, Spec, TracedCall
 
 _USUAL = 0.4  # the share of the peak, if the hardware does not say what is usual
 _BESIDE = 0.3  # the share of the shorter of computing and sending that does not overlap
@@ -68,6 +68,12 @@ class Outlines:
         outputs: bytes of all units' outputs.
     """
 
+    calls: tuple[TracedCall, ...]
+    rows: int
+    params: int
+    moments: int
+    hardware: Hardware
+
     def __init__(
         self,
         program: Program,
@@ -80,10 +86,12 @@ class Outlines:
         self.sent = sent
         self.calls, self.rows = program.calls, rows
         self.params, self.moments, self.hardware = params, moments, hardware
-        self.flops = sum(call.flops for call in self.calls)
-        self.saved = sum(call.activations for call in self.calls)
-        self.largest_saved = max((call.activations for call in self.calls), default=0)
-        self.outputs = sum(
+        self.flops: int = sum(call.flops for call in self.calls)
+        self.saved: int = sum(call.activations for call in self.calls)
+        self.largest_saved: int = max(
+            (call.activations for call in self.calls), default=0
+        )
+        self.outputs: int = sum(
             x.nbytes
             for call in self.calls
             for x in call.outputs.leaves

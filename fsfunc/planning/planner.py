@@ -329,6 +329,10 @@ class PlannedLink(AbstractLink):
         in_flight: the handles that are still alive.
     """
 
+    observer: Observer
+    log: Ledger
+    count: int
+
     def __init__(self, rank: int, observer: Observer, log: Ledger):
         super().__init__(rank)
         self.observer, self.log, self.count = observer, log, 0

@@ -162,6 +162,10 @@ class Rounds:
         kinds_from: pairs of storages of which the first is told its kind by the second.
     """
 
+    observer: RoundsObserver
+    link: RoundsLink
+    book: RoundsBook
+
     def __init__(self, observer: RoundsObserver, link: RoundsLink, infix: str = ""):
         self.infix = infix
         self.observer, self.link, self.book = observer, link, observer.book

@@ -66,11 +66,15 @@ class Stream:
     by their order.
     """
 
+    parties: frozenset[Party]
+    label: str
+    is_message: bool
+
     def __init__(self, parties: frozenset[Party], label: str, is_message: bool):
         self.parties, self.label, self.is_message = parties, label, is_message
         self.transfers: list[Rendezvous] = []
         self.counts: dict[Party, int] = defaultdict(int)
-        self.free_at = 0.0
+        self.free_at: float = 0.0
 
     def arrive(
         self,

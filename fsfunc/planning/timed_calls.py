@@ -242,6 +242,9 @@ class Stopwatch:
         seconds: the time for all measurements together.
     """
 
+    device: torch.device
+    seconds: float
+
     def __init__(self, device: torch.device, place: Here | None, seconds: float):
         self.device, self.seconds = device, seconds
         self.rank_group: RankGroup | None = None

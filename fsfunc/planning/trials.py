@@ -84,6 +84,20 @@ class Trials:
         errors: what plans raised.
     """
 
+    space: Space
+    optimizer: Optimizer
+    hardware: Hardware
+    memory: float
+    bounded: Hardware
+    loss_fn: Callable[..., PyTree]
+    lone_mesh: Mesh
+    batch: PyTree
+    init: Callable[[], PyTree]
+    rows: int
+    step: Callable[..., tuple[TrainState, dict[str, Tensor]]]
+    params: int
+    moments: int
+
     def __init__(
         self, training: Training, hardware: Hardware, memory: float, space: Space
     ):
