@@ -187,7 +187,7 @@ def test_no_less_is_reserved_than_is_held_and_all_of_it_is_found_again(steps):
             allocator.release(block)
             size -= given_back
         blocks = [block for block, _ in held]
-        free = [item[2] for row in allocator._free.values() for item in row]
+        free = [item[2] for row in allocator._free_blocks.values() for item in row]
         assert allocator.reserved == sum(b.size for b in [*blocks, *free]) >= size
     for block, _ in held:
         allocator.release(block)
