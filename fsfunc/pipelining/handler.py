@@ -283,7 +283,7 @@ class Pipelining(Interpretation):
         due = (
             () if evaluates else (functools.partial(sum_shared, f, rank_group, leaves),)
         )
-        if worker.samples is not None:
+        if worker.samples is not None:  # with the loss that every rank knows now
             worker.samples.end(total, weight)
         return Outcome(total, weight, grads, aux, count, due, grads, call.cotangent)
 
@@ -388,6 +388,7 @@ class RecordedPipelining(Noted, Pipelining):
     call = Pipelining.call
 
     def __init__(self, handler: Pipelining, recorder: Recorder, cut: Cut | None = None):
+        # It shares the cuts: what is traced while recording is found in the run.
         self.__dict__.update(handler.__dict__)
         self.handler, self.recorder, self.cut = handler, recorder, cut
 

@@ -61,6 +61,7 @@ class Player:
     def record(self, event: Hashable, time: float = 0) -> None:
         """Records the time of an event, and wakes the ranks that wait for it."""
         self.times[event] = time
+        # At the event's time, not now: whoever waited continues in the order of time.
         for rank in self._asleep.pop(event, ()):
             self.wake(rank, time)
 
@@ -80,6 +81,7 @@ class Player:
         while self._awake:
             self.now, rank = heappop(self._awake)
             self.waits[rank] = None
+            # The loop goes on in the rank's generator where it stopped the last time.
             for event in self._ranks[rank]:
                 if event is None:
                     break
@@ -110,6 +112,7 @@ class Dependencies:
         stages = len(self.rank_of)
         chain = {(s, s + 1) for s in range(stages - 1)}
         self.edges: set[Edge] = chain if edges is None else set(edges)
+        # An edge to an earlier stage would be a circle of forwards.
         for producer, consumer in self.edges:
             if not 0 <= producer < consumer < stages:
                 raise ScheduleError(

@@ -162,6 +162,7 @@ def bubble(
         if event.action.is_compute:
             work[event.rank] += event.end - event.start
             spans[event.rank] += [event.start, event.end]
+    # Transfers are left out: they go on beside a rank's computing.
     if by == "makespan":
         whole = max(max(span) for span in spans if span)
     else:

@@ -149,7 +149,7 @@ class Space:
         """Yields the stacks that neither accumulate nor pipeline."""
         base = replace(self.base_stack(axes), zero=zero)
         for compute, offloaded in itertools.product(self.compute, self.offload):
-            # Parameters are offloaded where a `shard` lays them out.
+            # Parameters can only be offloaded if a `shard` lays them out.
             offloaded = tuple(k for k in offloaded if k != "params" or zero is not None)
             for policy in self.remat:
                 yield replace(base, remat=policy, compute=compute, offload=offloaded)
@@ -189,6 +189,7 @@ def least_state_bytes(stack: Stack, params: int, moments: int) -> int:
             params * size_in(stack.compute)
         ) // stack.parts_of(whole_axes)
     moments //= stack.parts_of(part_axes if stack.zero else whole_axes)
+    # What is offloaded is in the host's memory, but for a unit's own at a time.
     params_bytes = 0 if "params" in stack.offload else params_bytes
     return params_bytes + (0 if "moments" in stack.offload else moments)
 

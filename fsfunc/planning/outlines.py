@@ -107,6 +107,7 @@ class Outlines:
         name = str(stack.compute or torch.float32).removeprefix("torch.")
         peak = self.hardware.peak.get(name) or max(self.hardware.peak.values())
         rate = peak * (self.hardware.utilisation or _USUAL)
+        # A backward computes twice what a forward does; a recompute one forward more.
         compute = 3 * recompute_factor * self.flops / share / n_stage_ranks / rate
         passes = stack.accumulate * stack.microbatches
         # Small units are bound by the host, which launches each operator.
@@ -125,6 +126,7 @@ class Outlines:
         seconds = max(compute, transfer_seconds) + _BESIDE * min(
             compute, transfer_seconds
         )
+        # (P - 1) / (M · v) of the computing, as the schedules' docstrings have it.
         if n_stage_ranks > 1:
             chunks = stages // n_stage_ranks
             bubble_share = _SPLIT if "zb" in str(stack.schedule) else 1.0
@@ -155,6 +157,8 @@ class Outlines:
         # A split backward holds a unit's activations until its weight gradients.
         fills_bubbles = "zb" in str(stack.schedule)
         size, parts = size_in(stack.compute), stack.accumulate * stack.microbatches
+        # The first rank of 1F1B, and each of the zero-bubble schedules, has as many
+        # microbatches under way as there are ranks.
         under_way = min(n_stage_ranks, stack.microbatches)
         stage_params = self.params / stack.parts_of({PIPE, *axes_of(stack.layouts)})
         unit_params = stage_params * n_stage_ranks / max(1, len(self.calls))

@@ -45,6 +45,7 @@ class Search(Printed, Sequence[Choice]):
     @property
     def best(self) -> Choice:
         """The fastest choice that fits; if some ran, the fastest of those."""
+        # The estimate is only trusted among choices that did not run.
         ran = [c for c in self.tried if c.measured is not None]
         return min(ran, key=lambda c: c.measured or 0.0) if ran else self.front[0]
 

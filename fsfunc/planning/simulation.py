@@ -97,6 +97,7 @@ class Stream:
                 f"{transfer.kind} of rank {others}: all ranks of a group issue their "
                 "collectives in one order"
             )
+        # The receiver of a message does not know how long it takes: its sender does.
         transfer.arrived[party] = span
         transfer.last_arrival = max(transfer.last_arrival, time)
         transfer.duration = max(transfer.duration, duration)
@@ -232,7 +233,7 @@ class _RankRun:
         """
         transfer = self.pending.pop(number, None)
         if transfer is None:
-            if number in self.finished:
+            if number in self.finished:  # a handle may be waited for twice
                 return
             raise ValueError(
                 f"rank {self.plan.rank} waits for number {number}, which it has not "

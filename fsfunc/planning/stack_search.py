@@ -179,11 +179,12 @@ def search(
     trials = Trials(training, hardware, bound, space)
     sizes = [axes for axes in sizes if trials.lies_on(axes)]
     all_stacks = [stack for axes in sizes for stack in _stacks(trials, space, axes)]
+    # A plan takes 0.1 to 1 s, an outline 0.1 ms.
     if plans is None and len(all_stacks) > MANY:
         plans = FEW
     if plans is not None:
         trials.try_promising(all_stacks, plans)
-        sizes = []
+        sizes = []  # nothing is left to try mesh by mesh
     for axes in sizes:
         if dict(axes).get(PIPE, 1) > 1:
             _pipelined(trials, space, axes)
@@ -336,6 +337,7 @@ def measure_choices(
     times_of: dict[Choice, list[float]] = {choice: [] for choice in choices}
     for _ in range(_TURNS):
         for choice, times in times_of.items():
+            # The state of the last choice is gone with its `main`: one at a time.
             mesh = make_mesh(choice.axes)
             step = choice.build(train_step, mesh)
 
@@ -372,7 +374,7 @@ def _seconds(
 ) -> list[float]:
     """Returns the seconds of some steps, each of the slowest rank."""
     slowest, device = [], group(axes).link.device
-    for _ in range(1 + _STEPS):
+    for _ in range(1 + _STEPS):  # the first one records, checks and allocates
         pmax(torch.zeros((), device=device), axes)  # all begin together
         start = time.perf_counter()
         state, _ = step(state, batch)

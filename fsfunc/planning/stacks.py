@@ -151,6 +151,7 @@ class Stack:
             }
             layers.append(Layer("pipeline", (PIPE,), keywords))
         accumulating = [Layer("accumulate", (self.accumulate,))] * (self.accumulate > 1)
+        # Inside `shard` parts are summed before one reduction, outside after each.
         layers += [] if self.reduces_each else accumulating
         if self.compute is not None:
             reduce = {} if self.reduce is None else {"reduce": self.reduce}

@@ -107,6 +107,8 @@ class Trials:
         self.bounded = replace(hardware, memory=memory)
         self.loss_fn = loss_fn
         self.lone_mesh = Mesh(dict.fromkeys(space.required_axes, 1), "abstract")
+        # Functions that make parameters or a batch run on fake tensors here, so that
+        # nothing of their size is allocated.
         self.batch = batch = self._run_fake(batch) if callable(batch) else batch
         self.init = params if callable(params) else lambda: _alike(params)
         self.rows = _rows(batch)
@@ -220,6 +222,7 @@ class Trials:
         if reason := self.split_errors.get(stack.split_over):
             self.skip([stack], reason)
             return None
+        # From here on from the cheapest test to a plan.
         least_bytes = self.least_bytes(stack)
         if least_bytes > self.memory:
             reason = f"parameters and moments alone are {of_bytes(least_bytes)}"
@@ -310,6 +313,8 @@ class Trials:
         fitting = [choice for choice in self.tried if choice.fits]
         if not fitting:
             return False
+        # Outlines are off by much the same factor for all stacks of one loss. The least
+        # factor so far makes of an outline the least time that a plan may find.
         least_ratio = min(
             c.seconds / self.outlines.outline(c.stack).seconds for c in fitting
         )
