@@ -68,7 +68,7 @@ class Costs:
                     )
 
     def of(self, action: Action, chunks: int = 1) -> float:
-        """Return the time of a compute action of a rank that has `chunks` stages."""
+        """Returns the time of a compute action of a rank that has `chunks` stages."""
         return sum(self._time(name, action, chunks) for name in action.traits.costs)
 
     def _time(self, name: str, action: Action, chunks: int) -> float:
