@@ -55,7 +55,7 @@ def _running(choice: Choice, train: Any, size: Size, batch: Any) -> Callable[[],
     """The choice's step, which goes on from its own state."""
     mesh = ff.make_mesh(choice.axes, "processes")
     step = choice.build(train, mesh)
-    cuts = choice.stack.cuts
+    cuts = choice.stack.row_axes
     mine = ff.local_batch(batch, mesh, cuts) if cuts else batch
     state = ff.init_state(step, init_params(size), train.optimizer, mine)
     held = [state]

@@ -1,16 +1,16 @@
 """Pipelines: a step in stages, its schedule as data, proven before it runs.
 
-A schedule is a tuple of `actions` for each rank. `schedules` has some; `verification`
-and `timing` play them (`player`), each action after what it needs, and `transfers`
-writes sends and receives in.
+A schedule is a tuple of `actions` for each rank. `schedules` has the named ones;
+`verification` and `timing` play them (`player`), each action after what it needs;
+`transfers` writes sends and receives into them.
 
-`pipelines` checks its arguments and the schedule. `handler` runs a gradient call: the
-batch is cut (`microbatches`), the loss is traced once for each shape of microbatch and
-cut too (`stage_plans`), and `runtime` executes this rank's actions in
-turn. A forward action calls the user's own loss with a `stages.StageRun` outermost in
-the frame, which runs the stage's own unit calls, returns what was received or a
-placeholder for others, and ends the loss after the last. `stages` keeps the graph, and
-runs its backward whole or in halves (`backward_split`). With updates in between,
+`pipelines` checks its arguments and the schedule. `handler` runs a gradient call: it
+cuts the batch (`microbatches`), and the loss, which is traced once for each shape of
+microbatch (`stage_plans`); then `runtime` executes this rank's actions in turn. A
+forward action calls the user's own loss with a `stages.StageRun` outermost in the
+frame. That runs the stage's own unit calls, returns what was received or a placeholder
+for others, and ends the loss after the stage's last. `stages.StageVjp` keeps the graph,
+and runs its backward whole or in halves (`backward_split`). With updates in between,
 `stage_updates` takes the place of `handler`.
 
 pipelines.py handler.py   pipeline; how it runs unit and gradient calls

@@ -85,6 +85,12 @@ class SplitBackward:
         groups: all groups, in backward order.
     """
 
+    roots: list[GradientEdge]
+    pool: BufferPool
+    input_edges: list[GradientEdge]
+    parameter_of: dict[Node, Tensor]
+    groups: list[WeightGroup]
+
     def __init__(
         self,
         roots: Sequence[GradientEdge],

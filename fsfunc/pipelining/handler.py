@@ -85,9 +85,9 @@ class Pipelining(Interpretation):
     called = "pipeline"
 
     def __post_init__(self) -> None:
-        self.owners = owners(self.schedule)
-        self.cuts = Cuts(self.stages, self.owners, self.axis)
-        self.same_batch = (self.axis,)
+        self.owners: tuple[int, ...] = owners(self.schedule)
+        self.cuts: Cuts = Cuts(self.stages, self.owners, self.axis)
+        self.same_batch: tuple[str, ...] = (self.axis,)
         # By rank: simulated ranks share this object. Kept from step to step, so that
         # gradients find the memory of the last ones.
         self.pools: dict[int, BufferPool] = defaultdict(BufferPool)
@@ -159,7 +159,7 @@ class Pipelining(Interpretation):
         self.ran(position)
         return returned
 
-    def unit(self, run: Callable[..., Any], call: Call) -> Callable[..., Any]:
+    def unit(self, run: Callable[..., PyTree], call: Call) -> Callable[..., PyTree]:
         # Within a staged loss a `StageRun` is outermost, and lets through the unit
         # calls of its stage alone.
         if not call.frame.staged:
@@ -199,14 +199,16 @@ class Pipelining(Interpretation):
             self._rank_group(), inner, len(outer.micro), (),
         )  # fmt: skip
         returned = [x for x, _, _ in self._run(worker, forward_only)]
-        result = join_forwards(returned, [b.share for b in batches])
+        joined = join_forwards(returned, [b.share for b in batches])
         return _as_varying(
-            broadcast_results(result, worker.rank_group, self.owners[-1])
+            broadcast_results(joined, worker.rank_group, self.owners[-1])
         )
 
     # Gradient calls
 
-    def gradient(self, run: Callable[..., Any]) -> Callable[..., Any]:
+    def gradient(
+        self, run: Callable[[GradientCall], Outcome]
+    ) -> Callable[[GradientCall], Outcome]:
         def pipelined(call: GradientCall) -> Outcome:
             f = frame()
             if self._is_within(f):
@@ -281,7 +283,7 @@ class Pipelining(Interpretation):
         due = (
             () if evaluates else (functools.partial(sum_shared, f, rank_group, leaves),)
         )
-        if worker.samples is not None:
+        if worker.samples is not None:  # with the loss that every rank knows now
             worker.samples.end(total, weight)
         return Outcome(total, weight, grads, aux, count, due, grads, call.cotangent)
 
@@ -326,7 +328,7 @@ class Pipelining(Interpretation):
         self,
         worker: Worker,
         select: Callable[[Schedule], Schedule] = lambda schedule: schedule,
-    ) -> list[Any]:
+    ) -> list[tuple[PyTree, Tensor | None, PyTree]]:
         """Returns the results of each microbatch's loss, on the last stage's rank.
 
         Other ranks get blanks of the same shapes, into which `everywhere` broadcasts.
@@ -379,13 +381,18 @@ class RecordedPipelining(Noted, Pipelining):
         cut: the stages of the loss that runs now; None outside a loss.
     """
 
+    handler: Pipelining
+    recorder: Recorder
+    cut: Cut | None
+
     call = Pipelining.call
 
     def __init__(self, handler: Pipelining, recorder: Recorder, cut: Cut | None = None):
+        # It shares the cuts: what is traced while recording is found in the run.
         self.__dict__.update(handler.__dict__)
         self.handler, self.recorder, self.cut = handler, recorder, cut
 
-    def unit(self, run: Callable[..., Any], call: Call) -> Callable[..., Any]:
+    def unit(self, run: Callable[..., PyTree], call: Call) -> Callable[..., PyTree]:
         in_loss = self.cut is not None
         return (Noted if in_loss else Pipelining).unit(self, run, call)
 

@@ -76,6 +76,7 @@ def cut_batch(
             arguments that may be the batch; a batch that is differentiated.
     """
     cut = Microbatches(call, n, chosen, "pipeline")
+    # What is differentiated are the parameters, which every microbatch reads whole.
     for i in call.argnums:
         if cut.is_cut(i):
             raise ValueError(_ROWS.format(i))
@@ -114,6 +115,7 @@ def blank(outputs: Outputs) -> PyTree:
 def combine_results(results: Sequence[Result], shares: Sequence[float]) -> Result:
     """Returns sums over microbatches, in which means count by their shares of rows."""
     totals, weights, auxes = zip(*results, strict=True)
+    # A weight of None: a mean, which counts by its rows. A `Weighted` total is a sum.
     weighted_totals = zip(totals, weights, shares, strict=True)
     scaled = [
         t * share if weight is None else t for t, weight, share in weighted_totals
@@ -258,11 +260,13 @@ def sum_shared(
             if precision_dtype is None or leaf_dtype.is_complex
             else precision_dtype
         )
+        # Ranks whose stages cast differently would else sum unlike dtypes.
         if isinstance(x, Tensor) and is_sharded(leaf) and x.dtype != dtype:
             tensors[i] = x = space_of(x).put(x, dtype)
         if isinstance(x, Tensor) and not _is_stage_owned(leaf, rank_group.axis):
             tensors[i] = x.to_dense()  # sparse here, perhaps not on other ranks
             by_dtype.setdefault(x.dtype, []).append(i)
+    # One message for each dtype: a psum for each leaf would cost its latency.
     for positions in by_dtype.values():
         flat = torch.cat([tensors[i].reshape(-1) for i in positions])
         with label("", "shared gradients"):

@@ -61,6 +61,7 @@ class Player:
     def record(self, event: Hashable, time: float = 0) -> None:
         """Records the time of an event, and wakes the ranks that wait for it."""
         self.times[event] = time
+        # At the event's time, not now: whoever waited continues in the order of time.
         for rank in self._asleep.pop(event, ()):
             self.wake(rank, time)
 
@@ -80,6 +81,7 @@ class Player:
         while self._awake:
             self.now, rank = heappop(self._awake)
             self.waits[rank] = None
+            # The loop goes on in the rank's generator where it stopped the last time.
             for event in self._ranks[rank]:
                 if event is None:
                     break
@@ -106,10 +108,11 @@ class Dependencies:
     """
 
     def __init__(self, schedule: Schedule, edges: Iterable[Edge] | None = None) -> None:
-        self.rank_of = owners(schedule)
+        self.rank_of: tuple[int, ...] = owners(schedule)
         stages = len(self.rank_of)
         chain = {(s, s + 1) for s in range(stages - 1)}
-        self.edges = chain if edges is None else set(edges)
+        self.edges: set[Edge] = chain if edges is None else set(edges)
+        # An edge to an earlier stage would be a circle of forwards.
         for producer, consumer in self.edges:
             if not 0 <= producer < consumer < stages:
                 raise ScheduleError(
@@ -119,9 +122,13 @@ class Dependencies:
         producers = [self._linked_stages(1, 0, s) for s in range(stages)]
         consumers = [self._linked_stages(0, 1, s) for s in range(stages)]
         # By direction and stage: the stages that messages come from, and go to.
+        self.sources: dict[str, list[list[int]]]
+        self.targets: dict[str, list[list[int]]]
         self.sources = {FORWARD: producers, BACKWARD: consumers}
         self.targets = {FORWARD: consumers, BACKWARD: producers}
-        self.has_transfers = any(not a.is_compute for row in schedule for a in row)
+        self.has_transfers: bool = any(
+            not a.is_compute for row in schedule for a in row
+        )
 
     def _linked_stages(self, end: int, far_end: int, stage: int) -> list[int]:
         return sorted(edge[far_end] for edge in self.edges if edge[end] == stage)
@@ -188,6 +195,10 @@ class ScheduleRun(Player):
     ``starts`` has the start of each action that a rank came to. ``times`` has the ends:
     of compute actions by `name_results`, of messages by their receives.
     """
+
+    dependencies: Dependencies
+    cost: Callable[[Action], float]
+    send: float
 
     def __init__(
         self,

@@ -98,8 +98,8 @@ class Worker:
         )  # fmt: skip
         self.sends: list[Handle] = []
         self.actions: Sequence[Action] = ()
-        self.position = 0  # in `actions`, of the one that runs
-        self.last_forward = 0  # in `actions`, of the last forward
+        self.position: int = 0  # in `actions`, of the one that runs
+        self.last_forward: int = 0  # in `actions`, of the last forward
         self.done_early: set[Action] = set()  # actions that ran before their turn
         self.clock: ActionTimer  # of the action that runs
 
@@ -438,6 +438,15 @@ class ScheduleRounds:
         worker: runs the actions, and calls `begin` and `after` around each.
         rounds: what the tracer gave; it hears of rounds and decides.
     """
+
+    worker: Worker
+    rounds: RoundNoter
+    actions: Sequence[Action]
+    repeats: dict[int, tuple[int, int, int]]
+    repeat_start: int
+    repeat_end: int
+    round_size: int
+    shift: int
 
     def __init__(self, worker: Worker, rounds: RoundNoter):
         self.worker, self.rounds, self.actions = worker, rounds, worker.actions

@@ -61,6 +61,9 @@ class SampleGradients:
             several ranks use, each of which has a part of its gradient.
     """
 
+    observers: Sequence[SampleObserver]
+    grad_leaves: Sequence[Tensor]
+
     def __init__(
         self,
         observers: Sequence[SampleObserver],
@@ -76,7 +79,7 @@ class SampleGradients:
         if any(batch.share != share for batch in batches):
             raise LawError(UNSEEN.format("microbatches have unlike numbers of rows"))
         self.observers, self.grad_leaves = observers, grad_leaves
-        self.n_samples = len(batches)
+        self.n_samples: int = len(batches)
         # By stage, the indices of the leaves that it uses; by leaf, how many stages do.
         self.used_by_stage: dict[int, list[int]] = {s: [] for s in range(len(owners))}
         self.n_users: list[int] = []

@@ -144,6 +144,8 @@ def interleaved_1f1b(
     rows = []
     for rank in range(ranks):
         stages = range(rank, n_stages, ranks)
+        # The last stage's first backward comes after all chunks took a round; each rank
+        # before the last is a stage's forward and backward further away from it.
         ahead = (chunks - 1) * len(rounds[0]) + 2 * (ranks - 1 - rank)
         rows.append(
             _alternating(
@@ -186,6 +188,8 @@ def zb_h1(n_stages: int, n_microbatches: int) -> Schedule:
     1: F0 I0 F1 I1 W0 F2 I2 W1 W2
     """
     actions.count_ranks(n_stages, n_microbatches)
+    # Rank r has r W's in hand: with them it fills the time in which it would wait for
+    # the I of the stage after it.
     rows = []
     for rank in range(n_stages):
         ahead = min(n_stages - 1 - rank, n_microbatches)
@@ -278,6 +282,7 @@ def asynchronous(n_stages: int, n_microbatches: int, *, interval: int = 1) -> Sc
         for action in row:
             extended_row.append(action)
             count = action.microbatch + 1
+            # Every `interval`-th gradient, and those that remain after the last.
             is_due = action.traits.ends_gradients
             if is_due and not (count % interval and count < n_microbatches):
                 extended_row.append(Action("U", action.stage, action.microbatch))
@@ -482,6 +487,7 @@ class _Play(player.Player):
             n_done = len(self.ends["W"][stage])
             if n_done < len(self.ends["I"][stage]):
                 ready["W"].append((n_done, -stage))
+        # I first: it frees the stage before, and leads to the W that frees memory.
         for kind in "IF":
             if ready[kind]:
                 return kind, abs(min(ready[kind])[1])
@@ -541,6 +547,7 @@ class _Play(player.Player):
         self.saved[rank] += action.traits.activation_change
         self.free_at[rank] = end
         self.wake(rank, end)
+        # The rank of the stage that waits for this: W has none, its own rank wakes it.
         other = stage + {"F": 1, "I": -1, "W": 0}[kind]
         if 0 <= other < len(self.owners):
             self.wake(self.owners[other], end + self.costs.send)

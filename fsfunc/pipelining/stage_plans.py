@@ -355,6 +355,10 @@ class Cuts:
         owners: the coordinate along ``axis`` of each stage's rank.
     """
 
+    stages: Stages
+    owners: Sequence[int]
+    axis: str
+
     def __init__(self, stages: Stages, owners: Sequence[int], axis: str):
         self.stages, self.owners, self.axis = stages, owners, axis
         self.cut_by_key: dict[tuple[Hashable, ...], Cut] = {}

@@ -76,8 +76,8 @@ class Updating(Pipelining):
                 "another schedule"
             )
         super().__post_init__()
-        self.staleness = staleness(self.schedule)
-        self.optimizer_is_checked = False
+        self.staleness: tuple[tuple[int, ...], ...] = staleness(self.schedule)
+        self.optimizer_is_checked: bool = False
 
     def step(
         self, loss: Callable[..., PyTree]
@@ -111,7 +111,9 @@ class Updating(Pipelining):
 
     def _differentiate(self, depth: int, number: int, call: GradientCall) -> Outcome:
         running = cast(_Running, call.fn)
-        f = frame().replace(donated=None)  # forwards use old versions
+        # Donated memory would be written by an update while forwards of older versions
+        # still need it.
+        f = frame().replace(donated=None)
         call = call.replace(fn=running.loss)
         batches = self._batches(call, number)
         rank_group = self._rank_group()
@@ -288,6 +290,7 @@ class _UpdatingWorker(Worker):
         gradients = [g for g in self.sums if g is not None]
         if gradients:
             torch._foreach_div_(gradients, self.share)  # the mean over their rows
+        # Applied to the newest parameters, whatever version each gradient is of.
         (grads,) = self.newest.leaves.grads(self.sums)
         with torch.no_grad(), inside(self.frame):
             self.params, self.opt_state = self.optimizer.apply(

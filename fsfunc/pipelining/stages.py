@@ -24,6 +24,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -93,13 +94,13 @@ class StageRun(Stage):
     def __post_init__(self) -> None:
         consumers = self.cut.consumers(self.plan.number)
         # Values that are not sent stay out of `produced`: it would keep them alive.
-        self.sent_values = {v for _, values in consumers for v in values}
+        self.sent_values: set[Value] = {v for _, values in consumers for v in values}
         self.produced: dict[Value, Tensor] = {}
         self.start_tokens: list[Tensor] = []
         self.end_tokens: list[Tensor] = []
         # `Worker._F` turns compiled functions off, as a placeholder has no memory for a
         # kernel to read. A unit of this stage has real tensors, and compiles as before.
-        self.unit_stance = _torch.compiler_stance()
+        self.unit_stance: Any = _torch.compiler_stance()
 
     def decide(
         self,
@@ -278,6 +279,11 @@ class StageVjp:
     >>> vjp.weight_gradient(); w.grad.tolist()
     [[1.0, 1.0], [1.0, 1.0]]
     """
+
+    pool: BufferPool
+    outputs: list[GradientEdge]
+    inputs: list[Tensor]
+    parameters: list[Tensor]
 
     def __init__(
         self,

@@ -68,7 +68,7 @@ class Costs:
                     )
 
     def of(self, action: Action, chunks: int = 1) -> float:
-        """Return the time of a compute action of a rank that has `chunks` stages."""
+        """Returns the time of a compute action of a rank that has `chunks` stages."""
         return sum(self._time(name, action, chunks) for name in action.traits.costs)
 
     def _time(self, name: str, action: Action, chunks: int) -> float:
@@ -162,6 +162,7 @@ def bubble(
         if event.action.is_compute:
             work[event.rank] += event.end - event.start
             spans[event.rank] += [event.start, event.end]
+    # Transfers are left out: they go on beside a rank's computing.
     if by == "makespan":
         whole = max(max(span) for span in spans if span)
     else:
@@ -202,6 +203,10 @@ def clock() -> Iterator[list[TimedAction]]:
 
 class ActionTimer:
     """Records the time of the action that runs inside, under :func:`clock`."""
+
+    rank: int
+    action: Action
+    start: float
 
     def __init__(self, rank: int, action: Action):
         self.rank, self.action, self.start = rank, action, 0.0

@@ -46,7 +46,7 @@ def with_transfers(schedule: Schedule, edges: Iterable[Edge] | None = None) -> S
     0: F0 SF0>1 RB0<1 F1 SF1>1 RB1<1 B0 B1
     1: RF0<0 F0 RF1<0 B0 SB0>0 F1 B1 SB1>0
     """
-    edges = None if edges is None else set(edges)
+    edges = None if edges is None else set(edges)  # they are read twice
     if any(not action.is_compute for row in schedule for action in row):
         raise ScheduleError("this schedule has transfers already: give it without")
     verify(schedule, edges=edges)
@@ -106,6 +106,9 @@ class _Lowering(Player):
         return rank_of[receive.peer or 0], rank_of[receive.stage]
 
     def run(self) -> Schedule:
+        # `verify` has shown that compute actions alone end. So a rank that waits for
+        # nothing but a posting is in a ring of blocking sends, and one receive more
+        # always lets it go on.
         self.play(map(self._rank, self.schedule, self.rows))
         while blocked := [need for need in self.waits if isinstance(need, Posting)]:
             self._post(blocked[0].receive)
@@ -115,6 +118,8 @@ class _Lowering(Player):
     def _rank(
         self, row: Sequence[Action], lowered_row: list[Action]
     ) -> Iterator[Hashable]:
+        # A receive is posted one compute action before the one that needs it: while
+        # that computes, the message travels.
         self._post_for(row[:2])
         for index, action in enumerate(row):
             yield from self.dependencies.needs(action)

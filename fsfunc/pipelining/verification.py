@@ -104,6 +104,7 @@ def peak_microbatches(schedule: Schedule) -> tuple[float, ...]:
     ((4.0, 3.0, 2.0, 1.0), (5.5, 4.5, 3.5, 2.5))
     """
     changes = [[a.traits.activation_change for a in row] for row in schedule]
+    # Without a backward nothing is saved for one, whatever F's change says.
     frees = any(change < 0 for row_changes in changes for change in row_changes)
     peaks = []
     for row, row_changes in zip(schedule, changes, strict=True):
@@ -207,6 +208,7 @@ def _check_matched(schedule: Schedule, dependencies: Dependencies) -> None:
             sent.setdefault((rank, peer_rank), []).append(action)
         elif action.traits.transfer == "<":
             received.setdefault((peer_rank, rank), []).append(action)
+    # Messages between two ranks are matched by order: the n-th receive, the n-th send.
     for (source, target), messages in sent.items():
         for send, receive in zip(messages, received[source, target], strict=True):
             if other_end(send) != receive:
@@ -219,6 +221,7 @@ def _check_matched(schedule: Schedule, dependencies: Dependencies) -> None:
 
 def _check_order(schedule: Schedule, dependencies: Dependencies) -> None:
     for rank, row in enumerate(schedule):
+        # Only what is on this rank: waiting for others is the played run's to judge.
         local_actions = {
             name: action for action in row for name in name_results(action)
         }

@@ -1,16 +1,17 @@
 """Predicting what a step will do and cost, before it runs.
 
-``plan`` runs the step on fake tensors: a `planner.PlannedLink` in place of the rank's
-records what would be sent, and an `observer.Observer`, the tracer of the frame, every
-operator and all memory. They write `events`, of which a `plans.Plan` is made. An
-estimate plays these through (`simulation`) with what each takes (`cost_model`) on a
-machine (`machines`); a search plans and estimates many stacks (`stacks`, `trials`).
+``plan`` runs the step on fake tensors. A `planner.PlannedLink` in place of the rank's
+link records what would be sent; an `observer.Observer`, the tracer of the frame,
+records every operator and all memory. Both write `events`, from which a `plans.Plan` is
+made. An estimate plays the events through (`simulation`) with what each takes
+(`cost_model`) on a machine (`machines`). A search plans and estimates many stacks
+(`stacks`, `trials`).
 
-planner.py          plan: a step run where nothing is sent or computed; the moves
+planner.py          plan: a step run where nothing is sent or computed; its transfers
 observer.py         records operators and memory
-events.py plans.py  what a plan is made of, and answers
+events.py plans.py  what a plan is made of, and what it answers
 device_kernels.py   kernels of a GPU, and those that jit makes
-parted_units.py     what a compiled unit keeps for its backward
+parted_units.py     what a compiled unit saves for its backward
 rounds.py           equal microbatches, of which a few are run for many
 estimation.py simulation.py cost_model.py   how long it takes
 machines.py hardware.py   what a device and its links can do

@@ -1,8 +1,11 @@
-"""Bytes that a caching allocator reserves for what a plan takes and gives back.
+"""Bytes that a caching allocator reserves for what a plan allocates and frees.
 
-``peak_bytes`` is what tensors hold at once. A device's allocator rounds each of them,
-cuts them out of segments that it took from the driver, and keeps segments whose parts
-are still held: what it reserves is what has to fit.
+A plan's ``peak_bytes`` is what tensors hold at once. Torch's allocator for CUDA rounds
+each of them, cuts them out of segments that it got from the driver, and keeps a segment
+while any part of it is in use. What it reserves is what has to fit on the device, so
+`trials` and `show.estimates` ask `needed_bytes` and `fits` here::
+
+    segment of 20 MiB:  | 12 MiB used | 3 MiB free | 5 MiB used |   reserved: 20 MiB
 """
 
 from __future__ import annotations
@@ -25,14 +28,19 @@ _LARGE, _LARGE_SEGMENT, _ROUND = 10 * 2**20, 20 * 2**20, 2 * 2**20
 
 @dataclass(eq=False)
 class _Block:
-    """A part of a segment, between its neighbours there; ``number`` orders blocks."""
+    """A part of a segment, between its neighbours there.
+
+    Args:
+        number: orders blocks of one size.
+        pool: its stream, and whether it is of small segments.
+    """
 
     size: int
     number: int
     pool: tuple[str, bool]
-    before: _Block | None = None
-    after: _Block | None = None
-    free: bool = False
+    previous: _Block | None = None
+    next: _Block | None = None
+    is_free: bool = False
 
 
 class Allocator:
@@ -40,60 +48,68 @@ class Allocator:
 
     A request is rounded to 512 bytes and cut out of the smallest free block that holds
     it: up to 1 MiB out of segments of 2 MiB; up to 10 MiB of 20 MiB; larger ones out of
-    segments of their own size, rounded to 2 MiB. Free neighbours are merged. What one
-    stream has taken goes to no other: each has a pool of its own.
+    segments of their own size, rounded to 2 MiB. Free neighbours are merged. Each
+    stream has pools of its own, as a block may only be reused in the stream's order.
 
     Args:
-        capacity: bytes of the device; where a segment would not fit, all that are free
-            are given back first.
+        capacity: bytes of the device. If a new segment would not fit, all free segments
+            are released first.
 
     Attributes:
         reserved, peak: bytes of all segments, now and at most.
     """
 
+    reserved: int
+    peak: int
+
     def __init__(self, capacity: float = float("inf")) -> None:
         self.capacity = capacity
         self.reserved = self.peak = self._count = 0
-        # By stream, and whether it is of small segments.
-        self._free: dict[tuple[str, bool], list[tuple[int, int, _Block]]]
-        self._free = defaultdict(list)
+        # By pool: (size, number, block) of free blocks, sorted, to find the best fit.
+        self._free_blocks: dict[tuple[str, bool], list[tuple[int, int, _Block]]]
+        self._free_blocks = defaultdict(list)
 
-    def take(self, size: int, stream: str = "") -> _Block:
-        """Takes a block for ``size`` bytes."""
+    def allocate(self, size: int, stream: str = "") -> _Block:
+        """Returns a block for ``size`` bytes."""
         size = max(_BLOCK, -(-size // _BLOCK) * _BLOCK)
-        small = size <= _SMALL
-        free = self._free[stream, small]
-        at = bisect_left(free, (size, 0))
-        if at < len(free):
-            block = free.pop(at)[2]
+        is_small = size <= _SMALL
+        free_blocks = self._free_blocks[stream, is_small]
+        index = bisect_left(free_blocks, (size, 0))
+        if index < len(free_blocks):
+            block = free_blocks.pop(index)[2]
         else:
-            block = self._segment(size, (stream, small))
-        block.free = False
-        left = block.size - size
-        if left >= _BLOCK if small else left > _SMALL:
-            rest = self._block(left, block.pool)
-            rest.before, rest.after = block, block.after
-            if block.after is not None:
-                block.after.before = rest
-            block.size, block.after = size, rest
-            self._keep(rest)
+            block = self._new_segment(size, (stream, is_small))
+        block.is_free = False
+        # A large block is only split if more than 1 MiB remains, as torch does.
+        remaining = block.size - size
+        if remaining >= _BLOCK if is_small else remaining > _SMALL:
+            remainder = self._new_block(remaining, block.pool)
+            remainder.previous, remainder.next = block, block.next
+            if block.next is not None:
+                block.next.previous = remainder
+            block.size, block.next = size, remainder
+            self._insert_free(remainder)
         return block
 
-    def give(self, block: _Block) -> None:
-        """Gives a block back, to be taken again."""
-        for other in (block.before, block.after):
-            if other is None or not other.free:
+    def release(self, block: _Block) -> None:
+        """Frees a block, merged with its free neighbours."""
+        for neighbour in (block.previous, block.next):
+            if neighbour is None or not neighbour.is_free:
                 continue
-            self._drop(other)
-            first, second = (other, block) if other is block.before else (block, other)
+            self._remove_free(neighbour)
+            first, second = (
+                (neighbour, block)
+                if neighbour is block.previous
+                else (block, neighbour)
+            )
             first.size += second.size
-            first.after = second.after
-            if second.after is not None:
-                second.after.before = first
+            first.next = second.next
+            if second.next is not None:
+                second.next.previous = first
             block = first
-        self._keep(block)
+        self._insert_free(block)
 
-    def _segment(self, size: int, pool: tuple[str, bool]) -> _Block:
+    def _new_segment(self, size: int, pool: tuple[str, bool]) -> _Block:
         if pool[1]:
             size = _SMALL_SEGMENT
         elif size < _LARGE:
@@ -101,30 +117,32 @@ class Allocator:
         else:
             size = -(-size // _ROUND) * _ROUND
         if self.reserved + size > self.capacity:
-            self._give_back()
+            self._release_segments()
         self.reserved += size
         self.peak = max(self.peak, self.reserved)
-        return self._block(size, pool)
+        return self._new_block(size, pool)
 
-    def _give_back(self) -> None:
-        """Returns to the driver each segment that is one free block."""
-        for free in self._free.values():
-            whole = [x for x in free if x[2].before is None and x[2].after is None]
-            for item in whole:
-                free.remove(item)
-                self.reserved -= item[2].size
+    def _release_segments(self) -> None:
+        """Releases to the driver each segment that is one free block."""
+        for free_blocks in self._free_blocks.values():
+            whole_segments = [
+                x for x in free_blocks if x[2].previous is None and x[2].next is None
+            ]
+            for entry in whole_segments:
+                free_blocks.remove(entry)
+                self.reserved -= entry[2].size
 
-    def _block(self, size: int, pool: tuple[str, bool]) -> _Block:
+    def _new_block(self, size: int, pool: tuple[str, bool]) -> _Block:
         self._count += 1
         return _Block(size, self._count, pool)
 
-    def _keep(self, block: _Block) -> None:
-        block.free = True
-        insort(self._free[block.pool], (block.size, block.number, block))
+    def _insert_free(self, block: _Block) -> None:
+        block.is_free = True
+        insort(self._free_blocks[block.pool], (block.size, block.number, block))
 
-    def _drop(self, block: _Block) -> None:
-        free = self._free[block.pool]
-        free.pop(bisect_left(free, (block.size, block.number)))
+    def _remove_free(self, block: _Block) -> None:
+        free_blocks = self._free_blocks[block.pool]
+        free_blocks.pop(bisect_left(free_blocks, (block.size, block.number)))
 
 
 def reserved_bytes(
@@ -133,14 +151,14 @@ def reserved_bytes(
     capacity: float = float("inf"),
     stream: Callable[[Allocated], str] = lambda took: "",
 ) -> int:
-    """The most bytes that a caching allocator reserves for these events.
+    """Returns the most bytes that a caching allocator reserves for these events.
 
     Args:
         events: of one rank's plan, in order.
         kinds: what each storage is for; what is offloaded lies elsewhere.
         capacity: bytes of the device. A result above it does not fit, whatever is
-            given back.
-        stream: names the stream that takes a storage; the library takes all on one.
+            released.
+        stream: names the stream that allocates a storage; the library uses one for all.
 
     Cost: some microseconds a storage.
 
@@ -148,40 +166,43 @@ def reserved_bytes(
     >>> reserved_bytes([small, large])
     23068672
     """
-    allocator, held = Allocator(capacity), {}
+    allocator, blocks = Allocator(capacity), {}
     for event in events:
         if isinstance(event, Allocated):
             if kinds.get(event.storage) != OFFLOADED and event.bytes:
-                held[event.storage] = allocator.take(event.bytes, stream(event))
-        elif isinstance(event, Freed) and event.storage in held:
-            allocator.give(held.pop(event.storage))
+                blocks[event.storage] = allocator.allocate(event.bytes, stream(event))
+        elif isinstance(event, Freed) and event.storage in blocks:
+            allocator.release(blocks.pop(event.storage))
     return allocator.peak
 
 
 def fits(plan: Plan, hardware: Hardware) -> bool:
-    """True if a plan has room, on the device and in the stores beside it.
+    """Returns whether a plan has room, on the device and in the stores beside it.
 
-    Stores have room where the hardware says nothing of them.
+    Stores that the hardware does not describe have room for all.
     """
-    beside = sum(store[2] for store in hardware.stores.values()) or float("inf")
-    held = plan.offloaded_bytes <= beside
-    return held and needed_bytes(plan, hardware) <= hardware.memory
+    store_bytes = sum(store[2] for store in hardware.stores.values()) or float("inf")
+    stores_fit = plan.offloaded_bytes <= store_bytes
+    return stores_fit and needed_bytes(plan, hardware) <= hardware.memory
 
 
 def needed_bytes(plan: Plan, hardware: Hardware) -> int:
-    """The bytes that the fullest rank of a plan needs of the hardware's memory.
+    """Returns the bytes that the fullest rank of a plan needs of the hardware's memory.
 
-    What is reserved where a device has a caching allocator (``hardware.fresh`` is
-    None), with what would be given back when memory runs out; else what is held: what
-    is offloaded to the host too, where the device computes in the host's memory.
+    If the device has a caching allocator (``hardware.fresh`` is None), that is what it
+    reserves, after it released what it can. If not, it is what tensors hold. A device
+    that computes in the host's memory also holds there what is offloaded to the host.
     """
     if hardware.fresh is not None:
         stores = {ran.op.store for r in plan.ranks for ran in r.ran} - {""}
         if stores == {"host"} and "host" not in hardware.stores:
             return max(r.resident_bytes for r in plan.ranks)
         return plan.peak_bytes
-    size = hardware.memory
+    capacity = hardware.memory
+    # What tensors hold alone does not fit: no need to simulate the allocator.
     return max(
-        r.peak_bytes if r.peak_bytes > size else reserved_bytes(r.events, r.kinds, size)
+        r.peak_bytes
+        if r.peak_bytes > capacity
+        else reserved_bytes(r.events, r.kinds, capacity)
         for r in plan.ranks
     )

@@ -1,4 +1,10 @@
-"""The meshes and stacks that a search tries, in order."""
+"""The meshes and stacks that a search tries, in order; and bounds that need no plan.
+
+`stack_search.search` takes its arguments together as a `Space`, asks `meshes` for the
+meshes and the `Space` for the stacks on each. `least_state_bytes` and
+`whole_gradient_bytes` are lower bounds in closed form: a stack that they exceed the
+memory with is never planned.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +12,6 @@ import inspect
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import torch
 
@@ -23,7 +28,7 @@ Axes = tuple[tuple[str, int], ...]
 
 @dataclass(frozen=True)
 class Space:
-    """The options of a search; ``search`` has the same arguments."""
+    """The options of a search, as the arguments of ``search`` name them."""
 
     zero: tuple[int, ...] = (0, 1, 2, 3)
     remat: tuple[Policy | str | None, ...] = (None, "always")
@@ -75,51 +80,54 @@ class Space:
                 )
 
     @property
-    def named(self) -> tuple[str, ...]:
-        """Axes that the loss may name, so that every mesh has them; innermost last."""
+    def required_axes(self) -> tuple[str, ...]:
+        """The axes that the loss may name: every mesh has them, innermost last."""
         return tuple(dict.fromkeys((*self.dims, *axes_of(self.layouts))))
 
-    def flat(self, axes: Axes, rows: int) -> Iterator[list[Stack]]:
-        """The stacks without a pipeline: lists that differ in ``accumulate`` alone.
+    def without_pipeline(self, axes: Axes, rows: int) -> Iterator[list[Stack]]:
+        """Yields the stacks without a pipeline, in lists.
 
-        Where gradients are sharded, a second list has those that are reduced with each
-        part.
+        Those of a list differ in ``accumulate`` alone. If gradients are sharded, a
+        second list has the stacks that reduce them with each part.
         """
-        rows //= self.on(axes).parts
+        rows //= self.base_stack(axes).parts
         ladder = sorted(self.accumulate or _halved(rows))
-        more = [n for n in ladder if n > 1]
+        several = [n for n in ladder if n > 1]
         for zero in self._zeros(axes):
-            for plain in self._plain(axes, zero):
-                yield [replace(plain, accumulate=n) for n in ladder]
-                if zero in (2, 3) and more:
-                    yield [replace(plain, accumulate=n, each=True) for n in more]
+            for variant in self._base_variants(axes, zero):
+                yield [replace(variant, accumulate=n) for n in ladder]
+                if zero in (2, 3) and several:
+                    yield [
+                        replace(variant, accumulate=n, reduces_each=True)
+                        for n in several
+                    ]
 
     def pipelined(self, axes: Axes, rows: int) -> list[Stack]:
-        """The stacks with a pipeline, with the first ``zero`` there is."""
-        rows //= self.on(axes).parts
+        """Returns the stacks with a pipeline, with the first ``zero`` there is."""
+        rows //= self.base_stack(axes).parts
         ranks = dict(axes)[PIPE]
-        most = [n * ranks for n in (1, 2, 4) if n * ranks <= rows] or [rows]
+        counts = [n * ranks for n in (1, 2, 4) if n * ranks <= rows] or [rows]
         zero = next(iter(self._zeros(axes)))
         return [
-            replace(plain, schedule=schedule, microbatches=n)
+            replace(variant, schedule=schedule, microbatches=n)
             for schedule in self.schedules
-            for plain in self._plain(axes, zero)
-            for n in self.microbatches or most
+            for variant in self._base_variants(axes, zero)
+            for n in self.microbatches or counts
         ]
 
     def other_zeros(self, stack: Stack) -> list[Stack]:
-        """The same stack with each other ``zero``."""
+        """Returns the same stack with each other ``zero``."""
         zeros = self._zeros(stack.axes)
         return [replace(stack, zero=z) for z in zeros if z != stack.zero]
 
     def _zeros(self, axes: Axes) -> Sequence[int | None]:
-        stack = self.on(axes)
-        return self.zero if stack.parts_of(stack.means) > 1 else (None,)
+        stack = self.base_stack(axes)
+        return self.zero if stack.parts_of(stack.batch_axes) > 1 else (None,)
 
-    def on(self, axes: Axes) -> Stack:
-        """The stack that all stacks on a mesh are variants of.
+    def base_stack(self, axes: Axes) -> Stack:
+        """Returns the stack that all stacks on a mesh are variants of.
 
-        A leaf is split over the axes along which there are several ranks.
+        A leaf is split only over axes along which there are several ranks.
         """
         sizes, layouts = dict(axes), {}
         for pattern, rule in self.layouts.items():
@@ -127,8 +135,8 @@ class Space:
                 layouts[pattern] = rule
                 continue
             splits = (rule,) if isinstance(rule, Split) else rule
-            if kept := tuple(s for s in splits if sizes.get(s.axis, 1) > 1):
-                layouts[pattern] = kept
+            if splits_there := tuple(s for s in splits if sizes.get(s.axis, 1) > 1):
+                layouts[pattern] = splits_there
         return Stack(
             axes,
             reduce=self.reduce,
@@ -137,85 +145,96 @@ class Space:
             layouts=layouts,
         )
 
-    def _plain(self, axes: Axes, zero: int | None) -> Iterator[Stack]:
-        """The stacks that take the batch as it comes."""
-        base = replace(self.on(axes), zero=zero)
-        for compute, kinds in itertools.product(self.compute, self.offload):
-            # Parameters are offloaded where a `shard` lays them out.
-            kinds = tuple(k for k in kinds if k != "params" or zero is not None)
+    def _base_variants(self, axes: Axes, zero: int | None) -> Iterator[Stack]:
+        """Yields the stacks that neither accumulate nor pipeline."""
+        base = replace(self.base_stack(axes), zero=zero)
+        for compute, offloaded in itertools.product(self.compute, self.offload):
+            # Parameters can only be offloaded if a `shard` lays them out.
+            offloaded = tuple(k for k in offloaded if k != "params" or zero is not None)
             for policy in self.remat:
-                yield replace(base, remat=policy, compute=compute, offload=kinds)
+                yield replace(base, remat=policy, compute=compute, offload=offloaded)
 
 
 def stages_of(stack: Stack) -> int:
-    """The number of stages of the stack's pipeline; 1 without one."""
+    """Returns the number of stages of the stack's pipeline; 1 without one."""
     if stack.schedule is None:
         return 1
-    made = getattr(schedules, stack.schedule)
-    chunks = inspect.signature(made).parameters.get("chunks")  # of each rank
+    make_schedule = getattr(schedules, stack.schedule)
+    chunks = inspect.signature(make_schedule).parameters.get("chunks")  # of each rank
     return dict(stack.axes)[PIPE] * (chunks.default if chunks else 1)
 
 
-def lowered(stack: Stack, params: int, moments: int) -> int:
-    """Bytes that a device holds at least: a rank's part of parameters and moments.
+def least_state_bytes(stack: Stack, params: int, moments: int) -> int:
+    """Returns the bytes of a rank's part of parameters and moments.
 
-    At zero 1 and 2 parameters that are cast are whole in ``compute`` alone.
+    A device holds at least these. At zero 1 and 2 it has the parameters whole too, in
+    ``compute`` if they are cast.
 
-    >>> lowered(Stack((("data", 4),), zero=1), params=400, moments=800)
+    Args:
+        params, moments: bytes of all of them, whole.
+
+    >>> least_state_bytes(Stack((("data", 4),), zero=1), params=400, moments=800)
     600
     >>> stack = Stack((("data", 4),), zero=1, compute=torch.bfloat16)
-    >>> lowered(stack, params=400, moments=800)
+    >>> least_state_bytes(stack, params=400, moments=800)
     500
     """
     # Of a pipeline the fullest rank holds the mean at least.
-    whole = {PIPE, *axes_of(stack.layouts)}
-    parts = {*whole, *(a for a in stack.means if a != NODE)}
-    mine = params // stack.parts_of(parts if stack.zero else whole)
+    whole_axes = {PIPE, *axes_of(stack.layouts)}
+    part_axes = {*whole_axes, *(a for a in stack.batch_axes if a != NODE)}
+    params_bytes = params // stack.parts_of(part_axes if stack.zero else whole_axes)
     if stack.zero in (1, 2):
-        cast = 0 if stack.compute is None else mine
-        mine = cast + int(params * size_in(stack.compute)) // stack.parts_of(whole)
-    moments //= stack.parts_of(parts if stack.zero else whole)
-    mine = 0 if "params" in stack.offload else mine
-    return mine + (0 if "moments" in stack.offload else moments)
+        cast_bytes = 0 if stack.compute is None else params_bytes
+        params_bytes = cast_bytes + int(
+            params * size_in(stack.compute)
+        ) // stack.parts_of(whole_axes)
+    moments //= stack.parts_of(part_axes if stack.zero else whole_axes)
+    # What is offloaded is in the host's memory, but for a unit's own at a time.
+    params_bytes = 0 if "params" in stack.offload else params_bytes
+    return params_bytes + (0 if "moments" in stack.offload else moments)
 
 
-def whole_gradients(stack: Stack, params: int) -> int:
-    """Bytes of gradients that a rank holds beside :func:`lowered`, at least.
+def whole_gradient_bytes(stack: Stack, params: int) -> int:
+    """Returns bytes of gradients that a rank holds beside :func:`least_state_bytes`.
 
-    Parts that are summed before one reduction, and microbatches of a pipeline, leave
-    them whole, in ``compute`` at least where parameters are cast.
+    Parts that are summed before one reduction, and microbatches of a pipeline, keep
+    gradients whole, in ``compute`` if parameters are cast.
 
     >>> axes = (("data", 4),)
-    >>> whole_gradients(Stack(axes, zero=3, accumulate=8), 400)
+    >>> whole_gradient_bytes(Stack(axes, zero=3, accumulate=8), 400)
     400
-    >>> whole_gradients(Stack(axes, zero=3, accumulate=8, each=True), 400)
+    >>> whole_gradient_bytes(Stack(axes, zero=3, accumulate=8, reduces_each=True), 400)
     0
     """
-    summed = stack.accumulate * stack.microbatches > 1 and not stack.each
-    if not summed or stack.zero not in (2, 3):
+    sums_whole = stack.accumulate * stack.microbatches > 1 and not stack.reduces_each
+    if not sums_whole or stack.zero not in (2, 3):
         return 0
     params //= stack.parts_of({PIPE, *axes_of(stack.layouts)})
     return int(params * size_in(stack.compute))
 
 
 def size_in(dtype: torch.dtype | None) -> float:
-    """The size of a value in ``dtype``, of that in float32."""
+    """Returns the size of a value in ``dtype``, over that in float32."""
     return 1.0 if dtype is None else dtype.itemsize / 4
 
 
 def _halved(rows: int) -> list[int]:
-    """Powers of two that divide the rows of a rank's batch, from 1 on."""
-    found = [1]
-    while rows % (2 * found[-1]) == 0 and found[-1] < rows:
-        found.append(2 * found[-1])
-    return found
+    """Returns the powers of two that divide the rows of a rank's batch, from 1 on."""
+    counts = [1]
+    while rows % (2 * counts[-1]) == 0 and counts[-1] < rows:
+        counts.append(2 * counts[-1])
+    return counts
 
 
 # Meshes
 
 
-def meshes(sizes: Any, hardware: Hardware, named: Sequence[str] = ()) -> list[Axes]:
-    """The meshes that ``mesh_sizes`` asks for, with all axes of these names.
+def meshes(
+    sizes: int | Mapping[str, int] | Sequence[Mapping[str, int]],
+    hardware: Hardware,
+    named: Sequence[str] = (),
+) -> list[Axes]:
+    """Returns the meshes that ``mesh_sizes`` asks for, with all axes of these names.
 
     >>> from fsfunc.planning.hardware import H100
     >>> for axes in meshes(4, H100):
@@ -229,8 +248,8 @@ def meshes(sizes: Any, hardware: Hardware, named: Sequence[str] = ()) -> list[Ax
     if isinstance(sizes, int) and not isinstance(sizes, bool):
         if sizes < 1:
             raise ValueError(f"mesh_sizes={sizes}: there is at least one rank")
-        found = _factored(sizes, _node(sizes, hardware), named)
-        return list(dict.fromkeys(_checked(dict(axes), named) for axes in found))
+        factored = _factored(sizes, _node(sizes, hardware), named)
+        return list(dict.fromkeys(_checked(dict(axes), named) for axes in factored))
     if isinstance(sizes, Sequence) and not isinstance(sizes, str) and sizes:
         if all(isinstance(axes, Mapping) for axes in sizes):
             return list(dict.fromkeys(_checked(axes, named) for axes in sizes))
@@ -259,23 +278,24 @@ def _checked(axes: Mapping[str, int], named: Sequence[str]) -> Axes:
 
 
 def _node(ranks: int, hardware: Hardware) -> int:
-    """The number of ranks of a node, if there are several whole ones; else 0."""
+    """Returns the ranks of a node, if the ranks fill several whole nodes; else 0."""
     width = hardware.levels[0].ranks if hardware.levels else 0
     return width if 0 < width < ranks and ranks % width == 0 else 0
 
 
 def _factored(ranks: int, node: int, named: Sequence[str]) -> Iterator[Axes]:
-    """Every mesh of so many ranks; ``node`` of them lie within a node (0: all).
+    """Yields every mesh of so many ranks; ``node`` of them lie within a node (0: all).
 
-    Neighbours, which have the fastest links, are those along the last name.
+    Ranks along the last axis are neighbours, with the fastest links between them: so
+    the axes that the loss names, along which units communicate, come last.
     """
-    if others := [name for name in named if name not in _KNOWN]:
-        *before, last = others
+    if other_names := [name for name in named if name not in _KNOWN]:
+        *outer_names, last_name = other_names
         for size in range(1, ranks + 1):
             if ranks % size == 0:
-                within = node // size if node % size == 0 else 0
-                for axes in _factored(ranks // size, within, before):
-                    yield (*axes, (last, size))
+                inner_node = node // size if node % size == 0 else 0
+                for axes in _factored(ranks // size, inner_node, outer_names):
+                    yield (*axes, (last_name, size))
         return
     for pipe in range(1, ranks + 1):
         if ranks % pipe:

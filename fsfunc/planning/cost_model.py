@@ -1,7 +1,11 @@
 """The cost model: seconds of operators, memory, collectives and messages.
 
-Nothing here knows of a sharding scheme: an operator costs what its work, its bytes and
-its launch do, a collective what a ring over its ranks does.
+`simulation` asks it for each event of a plan, `outlines` for a stack's collectives. It
+knows no sharding scheme: an operator costs its arithmetic or its bytes, whichever takes
+longer, and its launch; a collective costs what a ring over its ranks takes::
+
+    seconds(mm)         = max(flops / (peak · efficiency), bytes / bandwidth) + launch
+    seconds(all_gather) = bytes sent / slowest link on the ring + steps · latency
 """
 
 from __future__ import annotations
@@ -18,7 +22,7 @@ from fsfunc.tree.structure import did_you_mean
 
 
 def op_seconds(op: Op, hardware: Hardware, attention: str | None = None) -> float:
-    """The seconds that an operator takes, beside the first touch of what it makes.
+    """Returns the seconds of an operator, without the first touch of what it makes.
 
     A product takes flops / (peak · efficiency), read from the curve at the size
     (b·m·k·n)**(1/3): the cube of equal work. A batch counts as more work of one
@@ -32,8 +36,8 @@ def op_seconds(op: Op, hardware: Hardware, attention: str | None = None) -> floa
     one operator, unless there are ``processors``: then the host launches it meanwhile.
 
     Args:
-        op: what ran.
-        hardware: on what.
+        op: the operator.
+        hardware: the device that it runs on.
         attention: the generation of its kernels; None: the likeliest.
 
     Raises:
@@ -46,16 +50,16 @@ def op_seconds(op: Op, hardware: Hardware, attention: str | None = None) -> floa
     >>> f"{op_seconds(mm, A100_40) * 1e6:.0f} us"
     '629 us'
     """
-    beside = _store_rate(op, hardware)
-    rate = beside or hardware.rates.get(op.name, hardware.bandwidth)
+    store_rate = _store_rate(op, hardware)
+    rate = store_rate or hardware.rates.get(op.name, hardware.bandwidth)
     seconds = op.bytes / rate
-    if op.flops and not beside:
+    if op.flops and not store_rate:
         seconds = max(seconds, _computing(op, hardware, attention))
     return seconds if hardware.processors else seconds + hardware.overhead
 
 
 def _store_rate(op: Op, hardware: Hardware) -> float | None:
-    """bytes/s of what lies beside the device; None of what does not."""
+    """Returns bytes/s of tensors beside the device; None for those on it."""
     if not op.store or (op.store == "host" and op.store not in hardware.stores):
         return None
     if op.store not in hardware.stores:
@@ -69,9 +73,9 @@ def _store_rate(op: Op, hardware: Hardware) -> float | None:
 
 
 def arithmetic(op: Op) -> tuple[str, int]:
-    """The dtype in which an operator computes, by name, and its FLOPs there.
+    """Returns the name of the dtype that an operator computes in, and its FLOPs there.
 
-    A complex product, which torch counts as one, is four real ones.
+    A complex product is four real ones, where torch counts it as one.
     """
     dtype, flops = op.dtype, op.flops
     if dtype.is_complex:
@@ -80,6 +84,7 @@ def arithmetic(op: Op) -> tuple[str, int]:
 
 
 def _computing(op: Op, hardware: Hardware, attention: str | None) -> float:
+    """Returns the seconds of an operator's arithmetic alone."""
     name, flops = arithmetic(op)
     peak = hardware.peak.get(name)
     if peak is None:
@@ -91,15 +96,15 @@ def _computing(op: Op, hardware: Hardware, attention: str | None) -> float:
     if "_attention" in op.name:
         share = attention_share(op, hardware, attention)
         return flops * (0.5 if op.causal else 1.0) / (peak * share)
-    size = (op.flops / 2) ** (1 / 3)  # of a product, (b·m·k·n)**(1/3)
-    share = hardware.efficiency_at(size)
+    side = (op.flops / 2) ** (1 / 3)  # of a product, (b·m·k·n)**(1/3)
+    share = hardware.efficiency_at(side)
     if hardware.processors and len(op.dims) == 4:
         share *= fill(*op.dims, hardware.processors)
     return flops / (peak * share)
 
 
-# A processor computes a tile of the result at a time. Of cuBLAS's 16-bit kernels these
-# are what large products get; the deep is split where the tiles are too few
+# A processor computes one tile of the result at a time. cuBLAS's 16-bit kernels have
+# these tiles for large products, and split k if tiles are fewer than processors
 # (NVIDIA, Matrix Multiplication Background, 2023: tile and wave quantisation).
 _TILES = ((128, 256), (256, 128), (128, 128))
 _SPLITS = (1, 2, 4, 8)
@@ -110,11 +115,12 @@ _DEPTH = 96
 
 @functools.lru_cache(maxsize=4096)
 def fill(batch: int, m: int, k: int, n: int, processors: int) -> float:
-    """The share of a chip that [batch, m, k] @ [batch, k, n] keeps busy.
+    """Returns the share of a chip that [batch, m, k] @ [batch, k, n] keeps busy.
 
-    result / (waves · processors · tile) · k / (k + 96): tiles that reach over the edge
-    and a last wave that is not full are lost, and so is each tile's beginning. The best
-    of three tiles, with k cut into 1, 2, 4 or 8 parts that run side by side.
+    It is result / (waves · processors · tile) · k / (k + 96). Lost are: what tiles
+    compute beyond the edge, processors without a tile in the last wave, and the time to
+    fill a tile's pipeline. The best counts of three tiles, with k cut into 1, 2, 4 or 8
+    parts that run side by side.
 
     >>> f"{fill(1, 128, 4096, 256 * 108, 108):.3f}, {fill(1, 128, 4096, 257, 108):.3f}"
     '0.977, 0.125'
@@ -122,21 +128,22 @@ def fill(batch: int, m: int, k: int, n: int, processors: int) -> float:
     best = 0.0
     for rows, columns in _TILES:
         tiles = batch * math.ceil(m / rows) * math.ceil(n / columns)
-        for parts in _SPLITS if tiles < processors else (1,):
-            waves = math.ceil(tiles * parts / processors)
-            kept = batch * m * n * parts / (waves * processors * rows * columns)
-            depth = k / parts
-            best = max(best, kept * depth / (depth + _DEPTH))
+        for splits in _SPLITS if tiles < processors else (1,):
+            waves = math.ceil(tiles * splits / processors)
+            busy = batch * m * n * splits / (waves * processors * rows * columns)
+            depth = k / splits
+            best = max(best, busy * depth / (depth + _DEPTH))
     return best
 
 
 # FlashAttention-2 (Dao 2023, fig. 5 to 7) and -3 (Shah et al. 2024, fig. 5 and 6):
-# half of the rate at 512 queries under a mask, and at heads of 64 about four fifths.
+# under a mask, sequences of 512 reach half of the rate of infinite ones, and heads of
+# 64 about four fifths of that of heads of 128.
 _HALF_LENGTH, _SMALL_HEAD, _SMALL_SHARE = 512, 128, 0.8
 
 
 def attention_share(op: Op, hardware: Hardware, generation: str | None) -> float:
-    """The share of peak that a fused attention reaches.
+    """Returns the share of peak that a fused attention reaches.
 
     That of its kernels' generation, forward or backward, over 1 + 512 / length, and 0.8
     of it where heads are smaller than 128; or the hardware's one share for all.
@@ -144,16 +151,16 @@ def attention_share(op: Op, hardware: Hardware, generation: str | None) -> float
     Raises:
         ValueError: a generation that the hardware does not know; names those it does.
     """
-    known = hardware.attention
-    if not isinstance(known, Mapping):
-        return known
-    if generation is not None and generation not in known:
+    attention = hardware.attention
+    if not isinstance(attention, Mapping):
+        return attention
+    if generation is not None and generation not in attention:
         raise ValueError(
             f'{hardware.name} knows no attention "{generation}"'
-            f"{did_you_mean(generation, known)}; it knows: {', '.join(known)}"
+            f"{did_you_mean(generation, attention)}; it knows: {', '.join(attention)}"
         )
-    pair = known[generation or next(iter(known))]
-    share = pair["backward" in op.name]
+    shares = attention[generation or next(iter(attention))]
+    share = shares["backward" in op.name]
     if op.dims:
         _, _, keys, head = op.dims
         share *= (_SMALL_SHARE if head < _SMALL_HEAD else 1.0) / (
@@ -163,17 +170,16 @@ def attention_share(op: Op, hardware: Hardware, generation: str | None) -> float
 
 
 def taken_seconds(size: int, hardware: Hardware, op: str) -> float:
-    """The seconds that memory costs beside its use: its first touch and its return.
+    """Returns the seconds of memory's first touch and its return to the system.
 
-    Only what an operator makes costs that here. What the step was given was touched
-    before, and what is taken empty is a buffer of a collective, which is used again.
-    All is free where memory stays with a caching allocator (``hardware.fresh`` is
-    None).
+    Only what an operator makes costs that. What the step was given was touched before,
+    and what is allocated empty is a buffer of a collective, which is used again. All of
+    it is free under a caching allocator (``hardware.fresh`` is None).
 
     Args:
         size: bytes.
-        hardware: whose memory.
-        op: who took it, as a plan's ``Allocated`` says.
+        hardware: the device.
+        op: the operator that allocated it, as in a plan's ``Allocated``.
 
     >>> from fsfunc.planning.hardware import H100, replace
     >>> slow = replace(H100, fresh=2e9)
@@ -190,14 +196,13 @@ def taken_seconds(size: int, hardware: Hardware, op: str) -> float:
 def collective_seconds(
     record: Record, ranks: Sequence[int], hardware: Hardware
 ) -> float:
-    """The seconds of a collective over ``ranks``, from the moment when all issued it.
+    """Returns the seconds of a collective, from the moment when all ranks issued it.
 
     What a rank sends by the ledger goes over the slowest link on its way: at each
-    level, one edge of the ring leaves each group of the level below. That group's
-    members share what leaves it with all other ranks there, which send as much in
-    collectives of their own: k members of a node of r get k/r of its bandwidth. An
-    all-to-all is no ring, nor is what the hardware calls ``pairwise``: each of the k
-    sends for itself what leaves the node.
+    level of the network, one edge of the ring leaves each group of the level below.
+    The group's other ranks send as much in collectives of their own: so k members of a
+    node of r get k/r of its bandwidth. An all-to-all is no ring, nor is what the
+    hardware calls ``pairwise``: each of the k sends for itself what leaves the node.
 
     A ring takes a message's latency for each of its n-1 steps: at each level, as many
     as it has groups of the level below, less one for each of its own. A psum goes up a
@@ -205,9 +210,9 @@ def collective_seconds(
     go at once, and those of what is ``pairwise``: twice, of a psum.
 
     Args:
-        record: what the ledger notes of it on one rank.
-        ranks: all that take part, by their place on the mesh.
-        hardware: ranks lie on it in order, so many in a group of each level.
+        record: the ledger's record of it on one rank.
+        ranks: all that take part, by their numbers on the mesh.
+        hardware: the network, on which ranks lie in order.
 
     Raises:
         ValueError: hardware without levels, or whose outermost level ends before the
@@ -228,40 +233,47 @@ def collective_seconds(
     n = len(ranks)
     if n < 2:
         return 0.0
-    sent, slowest, latency = float(record.bytes), 0.0, 0.0
+    sent_bytes, slowest, latency = float(record.bytes), 0.0, 0.0
     pairwise = record.op in hardware.pairwise
     reduces, rounds = OPERATIONS[record.op].all_reduces, OPERATIONS[record.op].rounds
-    inner, width = {rank: 1 for rank in ranks}, 1  # by group below: members
+    # By group of the level below: how many of `ranks` are in it. At first each rank is
+    # a group of its own.
+    inner_groups, inner_width = {rank: 1 for rank in ranks}, 1
     for level in hardware.levels:
-        outer: dict[int, int] = {}
+        outer_groups: dict[int, int] = {}
         for rank in ranks:
             group = rank // level.ranks if level.ranks else 0
-            outer[group] = outer.get(group, 0) + 1
-        steps = len(inner) - len(outer)
+            outer_groups[group] = outer_groups.get(group, 0) + 1
+        steps = len(inner_groups) - len(outer_groups)
         if steps:
-            members = min(inner.values())
-            leaves = sent
+            members = min(inner_groups.values())
+            leaving = sent_bytes
             if pairwise or rounds is MessageRounds.PAIRS:
-                leaves = sent * members * (n - members) / (n - 1)
-            slowest = max(slowest, leaves * width / (level.bandwidth * members))
-            if reduces:
-                steps = 2 * math.ceil(math.log2(-(-len(inner) // len(outer))))
+                leaving = sent_bytes * members * (n - members) / (n - 1)
+            slowest = max(slowest, leaving * inner_width / (level.bandwidth * members))
+            if reduces:  # up a tree and down again
+                steps = 2 * math.ceil(
+                    math.log2(-(-len(inner_groups) // len(outer_groups)))
+                )
             if pairwise or rounds is MessageRounds.ONE:
                 latency = max(latency, level.latency * (1 + reduces))
             else:
                 latency += level.latency * steps
-        if len(outer) == 1:
-            cap = hardware.rates.get(record.op)
-            return max(slowest, sent / cap if cap else 0.0) + latency
-        inner, width = outer, level.ranks
+        if len(outer_groups) == 1:  # all ranks are in one group: the way ends here
+            measured_rate = hardware.rates.get(record.op)
+            return (
+                max(slowest, sent_bytes / measured_rate if measured_rate else 0.0)
+                + latency
+            )
+        inner_groups, inner_width = outer_groups, level.ranks
     raise ValueError(_too_small(hardware, max(ranks)))
 
 
-def message_seconds(size: float, source: int, to: int, hardware: Hardware) -> float:
-    """The seconds of a message of ``size`` bytes from one rank to another.
+def message_seconds(size: float, source: int, target: int, hardware: Hardware) -> float:
+    """Returns the seconds of a message of ``size`` bytes from one rank to another.
 
-    Between groups it gets one rank's share of what leaves the sender's: the others
-    there send their own.
+    Between groups it gets one rank's share of the bandwidth that leaves the sender's
+    group, as the others there send messages of their own.
 
     Raises:
         ValueError: as :func:`collective_seconds`.
@@ -272,10 +284,10 @@ def message_seconds(size: float, source: int, to: int, hardware: Hardware) -> fl
     """
     width = 1
     for level in hardware.levels:
-        if level.ranks == 0 or source // level.ranks == to // level.ranks:
+        if level.ranks == 0 or source // level.ranks == target // level.ranks:
             return size * width / level.bandwidth + level.latency
         width = level.ranks
-    raise ValueError(_too_small(hardware, max(source, to)))
+    raise ValueError(_too_small(hardware, max(source, target)))
 
 
 def _too_small(hardware: Hardware, rank: int) -> str:

@@ -1,10 +1,13 @@
 """Functions that a GPU, or a compiler, runs as one kernel and a CPU as several.
 
-On tensors without data torch runs what a CPU would. Inside :func:`kernels_of` a GPU a
-step is planned with that one's kernels: what they read, write and save. In the units
-that ``jit`` compiles, neighbouring operators that work on elements, copy them or reduce
-them are one (`FusedChains`). It reads what comes from elsewhere, and writes what
-somebody elsewhere reads; what lies between stays in registers, and has no memory.
+A plan runs on fake tensors, for which torch runs the CPU's operators. Two things are
+put right here:
+
+- Inside a context of ``kernels_of("cuda")`` norms, dropout and attention run as the
+  operators of a GPU: what these read, write and save for the backward.
+- In units that ``jit`` compiles, a compiler makes one kernel of neighbouring operators
+  that are pointwise, copies or reductions (`FusedChains`). The kernel reads what comes
+  from elsewhere and writes what is read elsewhere; values in between stay in registers.
 
 Source: torch's ATen, of CUDA: ``layer_norm_kernel.cu``, ``Dropout.cu``, and the choice
 of attention's kernels in ``sdp_utils.cpp``; TorchInductor's fusion of pointwise
@@ -26,8 +29,10 @@ from torch.overrides import TorchFunctionMode
 from fsfunc import _torch
 from fsfunc.planning.events import Allocated, Event, Freed, Op, Ran
 
+# Makes contexts in which torch's functions run the kernels of a device.
 Kernels = Callable[[], AbstractContextManager[Any]]
 
+# Operators that stand for CUDA's norms in a plan: there are no real kernels of them.
 _LIBRARY = torch.library.Library("fsfunc_cuda", "DEF")
 _LIBRARY.define("rms_norm(Tensor x, Tensor? w, int dims) -> (Tensor, Tensor)")
 _LIBRARY.define(
@@ -50,28 +55,36 @@ def _rms_norm_backward(
 
 class _RMSNorm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, w, dims):  # type: ignore[override]
+    def forward(  # type: ignore[override]
+        ctx: Any, x: Tensor, w: Tensor | None, dims: int
+    ) -> Tensor:
         y, rstd = torch.ops.fsfunc_cuda.rms_norm(x, w, dims)
         ctx.save_for_backward(x, w, rstd)
         ctx.dims = dims
         return y
 
     @staticmethod
-    def backward(ctx, dy):  # type: ignore[override]
+    def backward(  # type: ignore[override]
+        ctx: Any, dy: Tensor
+    ) -> tuple[Tensor | None, ...]:
         x, w, rstd = ctx.saved_tensors
-        if torch.is_grad_enabled():  # of operators, as on a GPU
+        # The backward kernel has no derivative: a second one goes through operators,
+        # as on a GPU.
+        if torch.is_grad_enabled():
             return *_differentiable(dy, x, w, ctx.dims), None
-        found = torch.ops.fsfunc_cuda.rms_norm_backward(dy, x, rstd, w)
-        return (*found, *[None] * (3 - len(found)))
+        gradients = torch.ops.fsfunc_cuda.rms_norm_backward(dy, x, rstd, w)
+        return (*gradients, *[None] * (3 - len(gradients)))
 
 
-def _differentiable(dy: Tensor, x: Tensor, w: Tensor | None, dims: int) -> Any:
-    """The derivatives of a norm, made of operators that have derivatives."""
-    over = tuple(range(-dims, 0))
-    rstd = torch.rsqrt(x.float().square().mean(over, keepdim=True))
-    normal, g = x * rstd, dy if w is None else dy * w
-    dx = rstd * (g - normal * (g * normal).mean(over, keepdim=True))
-    dw = None if w is None else (dy * normal).sum_to_size(w.shape)
+def _differentiable(
+    dy: Tensor, x: Tensor, w: Tensor | None, dims: int
+) -> tuple[Tensor, Tensor | None]:
+    """Returns the derivatives of a norm, by operators that have derivatives."""
+    last_dims = tuple(range(-dims, 0))
+    rstd = torch.rsqrt(x.float().square().mean(last_dims, keepdim=True))
+    normalized, g = x * rstd, dy if w is None else dy * w
+    dx = rstd * (g - normalized * (g * normalized).mean(last_dims, keepdim=True))
+    dw = None if w is None else (dy * normalized).sum_to_size(w.shape)
     return dx.to(x.dtype), None if dw is None or w is None else dw.to(w.dtype)
 
 
@@ -95,7 +108,7 @@ def _dropout(
 
 
 def _attention(*args: Any, dropout_p: float = 0.0, **keywords: Any) -> Any:
-    """Fused, with dropout too; a CPU computes all scores then."""
+    """Runs a fused attention, also with dropout, where a CPU computes all scores."""
     if len(args) > 4:
         args, dropout_p = (*args[:4], 0.0, *args[5:]), args[4]
     if not dropout_p:
@@ -104,11 +117,15 @@ def _attention(*args: Any, dropout_p: float = 0.0, **keywords: Any) -> Any:
 
 
 def _of_heads(*args: Any, **keywords: Any) -> Any:
-    """Within this function of torch's no mode hears what it calls."""
+    """Runs torch's multi-head attention with the attention above.
+
+    Within this function of torch's no mode sees what it calls, so the name that it
+    calls is replaced.
+    """
 
     def attention(*args: Any, **keywords: Any) -> Any:
-        found = _attention(*args, **keywords)
-        return _FUSED(*args, **keywords) if found is NotImplemented else found
+        output = _attention(*args, **keywords)
+        return _FUSED(*args, **keywords) if output is NotImplemented else output
 
     F.scaled_dot_product_attention = attention
     try:
@@ -117,7 +134,7 @@ def _of_heads(*args: Any, **keywords: Any) -> Any:
         F.scaled_dot_product_attention = _FUSED
 
 
-_FUSED = F.scaled_dot_product_attention
+_FUSED = F.scaled_dot_product_attention  # torch's own, which fuses without dropout
 _KERNELS = {
     torch.rms_norm: _norm,
     F.rms_norm: _norm,
@@ -128,10 +145,10 @@ _KERNELS = {
 
 
 def kernels_of(device: str) -> Kernels:
-    """Makes contexts inside which functions of torch run the kernels of a device.
+    """Returns a maker of contexts in which torch's functions run a device's kernels.
 
-    Under ``torch.func`` they run those of the tensors' own. A backward pass runs
-    outside every such context: what it computes again needs one.
+    Under ``torch.func`` torch's own kernels run. A backward pass runs outside of every
+    such context, so a recompute in it has to enter one.
 
     Raises:
         ValueError: a device that is neither "cpu" nor "cuda".
@@ -145,35 +162,47 @@ def kernels_of(device: str) -> Kernels:
 
 
 class _OfCUDA(TorchFunctionMode):
-    def __torch_function__(self, func, types, args=(), kwargs=None):
+    """Runs functions of torch as CUDA does."""
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
         kernel = _KERNELS.get(func)
         if kernel is not None and not _torch.functorch_active():
-            found = kernel(*args, **(kwargs or {}))
-            if found is not NotImplemented:
-                return found
+            output = kernel(*args, **(kwargs or {}))
+            if output is not NotImplemented:
+                return output
         return func(*args, **(kwargs or {}))
 
 
 _DEVICES: Mapping[str, Kernels] = {"cpu": nullcontext, "cuda": _OfCUDA}
-# One kernel makes an input's derivative and another one those of the weights: what
-# comes, and the input, are read twice (GammaBetaBackward in ``layer_norm_kernel.cu``).
+# One kernel makes the input's derivative and another one the weights': the cotangent
+# and the input are read twice (GammaBetaBackward in ``layer_norm_kernel.cu``).
 _IN_TWO = {
     torch.ops.aten.native_layer_norm_backward,
     torch.ops.fsfunc_cuda.rms_norm_backward,
 }
 
 
-def read_again(kernels: Kernels, func: Any, made: Sequence[Tensor]) -> int:
-    """The number of first arguments of an operator that a second kernel reads too.
+def read_again(
+    kernels: Kernels, func: _torch.OpOverload, outputs: Sequence[Tensor]
+) -> int:
+    """Returns how many of an operator's first arguments a second kernel reads too.
 
-    ``made``: what it returned.
+    Args:
+        outputs: the tensors that it returned.
     """
-    in_two = kernels is _OfCUDA and func.overloadpacket in _IN_TWO
-    return 2 if in_two and len(made) > 1 else 0
+    has_second_kernel = kernels is _OfCUDA and func.overloadpacket in _IN_TWO
+    return 2 if has_second_kernel and len(outputs) > 1 else 0
 
 
 _aten: Any = torch.ops.aten
-# Written as such operators by the compiler's decompositions, or fused as they are.
+# The compiler decomposes these into pointwise operators and reductions, or fuses them
+# as they are.
 _COMPOSED = {
     _aten._to_copy, _aten.cat, _aten.native_dropout, _aten.native_dropout_backward,
     _aten.native_layer_norm, _aten.native_layer_norm_backward, _aten._softmax,
@@ -183,101 +212,125 @@ _COMPOSED = {
 }  # fmt: skip
 
 
-def fuses(func: Any, op: Op) -> bool:
-    """True if a compiler makes an operator a part of its neighbours' kernel."""
+def fuses(func: _torch.OpOverload, op: Op) -> bool:
+    """Returns whether a compiler makes an operator a part of its neighbours' kernel."""
     return not op.flops and _is_composed(func)
 
 
 @functools.cache
-def _is_composed(func: Any) -> bool:
+def _is_composed(func: _torch.OpOverload) -> bool:
     tags = {torch.Tag.pointwise, torch.Tag.reduction}
     named = func.overloadpacket in _COMPOSED or "rms_norm" in str(func)
     return named or bool(tags.intersection(func.tags))
 
 
 class _Fused:
-    """One kernel: what it reads, and of what it made, what is read elsewhere."""
+    """A kernel that a compiler makes of neighbouring operators.
 
-    def __init__(self, op: Op, at: Hashable):
-        self.op, self.at = op, at
-        self.read: dict[int, int] = {}  # bytes of each storage
-        self.made: dict[int, int] = {}
-        self.leaves: set[int] = set()
+    Args:
+        op: the first operator, in whose place the kernel is recorded.
+        call_and_phase: the unit call and phase in which it runs.
 
-    def whole(self) -> Op:
-        """It as one operator."""
-        written = sum(self.made[number] for number in self.leaves)
-        return self.op._replace(bytes=sum(self.read.values()) + written)
+    Attributes:
+        read_bytes: by storage, the bytes that it reads from elsewhere.
+        made_bytes: by storage, the bytes that its operators make.
+        read_elsewhere: those of ``made_bytes`` that are read outside, and so written.
+    """
+
+    op: Op
+    call_and_phase: Hashable
+
+    def __init__(self, op: Op, call_and_phase: Hashable):
+        self.op, self.call_and_phase = op, call_and_phase
+        self.read_bytes: dict[int, int] = {}
+        self.made_bytes: dict[int, int] = {}
+        self.read_elsewhere: set[int] = set()
+
+    def merged(self) -> Op:
+        """Returns the kernel as one operator."""
+        written = sum(self.made_bytes[number] for number in self.read_elsewhere)
+        return self.op._replace(bytes=sum(self.read_bytes.values()) + written)
 
 
 class FusedChains:
-    """The chains of one plan."""
+    """The fused kernels of one plan.
+
+    An `observer.Observer` adds each operator as it runs. What a kernel writes is known
+    only when the plan is over: so its bytes are set at the end (`merged`).
+
+    Attributes:
+        open_chain: the kernel that the next operator may join.
+        chains: by the ``id`` of the operator in the plan's events, its kernel.
+        maker_of: by storage, the kernel that made it, and its number then.
+    """
 
     def __init__(self) -> None:
-        self.open: _Fused | None = None
-        self.chains: dict[int, _Fused] = {}  # by the identity of their operators
-        # Of storages: the chain that made one, and its number there.
-        self.makers: dict[int, tuple[_Fused, int]] = {}
+        self.open_chain: _Fused | None = None
+        self.chains: dict[int, _Fused] = {}
+        self.maker_of: dict[int, tuple[_Fused, int]] = {}
 
     def add(
         self,
         op: Op,
-        at: Hashable,
-        read: dict[int, int],
-        made: dict[int, int],
-        fused: bool,
+        call_and_phase: Hashable,
+        reads: dict[int, int],
+        writes: dict[int, int],
+        can_fuse: bool,
     ) -> Op | None:
-        """The operator to note for one that ran; None for a part of the last one.
+        """Adds an operator; returns what to record, None for a part of the last kernel.
 
         Args:
-            at: its unit call and phase; ``read``, ``made``: bytes by storage.
-            fused: whether it may be a part of a chain.
+            call_and_phase: in which unit call and phase it ran.
+            reads, writes: the bytes that it reads and makes, by storage.
+            can_fuse: whether it may be a part of a kernel.
         """
-        chain = self.open
-        if not fused:
-            self.open = chain = None
-        elif chain is None or chain.at != at:
+        chain = self.open_chain
+        if not can_fuse:
+            self.open_chain = chain = None
+        elif chain is None or chain.call_and_phase != call_and_phase:
             op = op._replace(name="fused")
-            self.open = chain = self.chains[id(op)] = _Fused(op, at)
-        for number, size in read.items():
-            maker, made_as = self.makers.get(number, (None, 0))
+            self.open_chain = chain = self.chains[id(op)] = _Fused(op, call_and_phase)
+        for number, size in reads.items():
+            maker, number_there = self.maker_of.get(number, (None, 0))
             if maker is not None and maker is chain:
                 continue
             if maker is not None:
-                maker.leaves.add(made_as)
+                maker.read_elsewhere.add(number_there)
             if chain is not None:
-                chain.read[number] = max(size, chain.read.get(number, 0))
-        for number, size in made.items():
-            if chain is not None and number not in chain.read:
-                chain.made[number] = size
-                self.makers[number] = chain, number
+                chain.read_bytes[number] = max(size, chain.read_bytes.get(number, 0))
+        for number, size in writes.items():
+            if chain is not None and number not in chain.read_bytes:
+                chain.made_bytes[number] = size
+                self.maker_of[number] = chain, number
             else:
-                self.makers.pop(number, None)
+                self.maker_of.pop(number, None)
         return op if chain is None or chain.op is op else None
 
     def rename(self, names: Mapping[int, int]) -> None:
-        """Takes storages for others, of rounds that were noted without being run."""
-        self.makers = {names.get(n, n): made for n, made in self.makers.items()}
+        """Renames storages, after rounds that were noted without being run."""
+        self.maker_of = {names.get(n, n): maker for n, maker in self.maker_of.items()}
 
-    def whole(self, events: Iterable[Event]) -> list[Event]:
-        """The events of a plan that is over, each chain with all its bytes.
+    def merged(self, events: Iterable[Event]) -> list[Event]:
+        """Returns the events of a plan that is over, each kernel with all its bytes.
 
-        What a chain makes, and drops before anything else runs, has no memory.
+        A storage that a kernel makes, and that is freed before anything else runs,
+        takes no memory: it stayed in registers.
         """
-        ops = {key: chain.whole() for key, chain in self.chains.items()}
-        found: list[Event] = []
-        passing: dict[int, int] = {}  # where a chain took what is not given back yet
-        fused = False
-        for e in events:
-            if isinstance(e, Allocated):
-                if fused:
-                    passing[e.storage] = len(found)
-            elif not isinstance(e, Freed):
-                passing.clear()
-                fused = isinstance(e, Ran) and id(e.op) in ops
-                if isinstance(e, Ran) and fused:
-                    e = e._replace(op=ops[id(e.op)])
-            elif (at := passing.pop(e.storage, None)) is not None:
-                found[at] = found[at]._replace(bytes=0)  # pyright: ignore
-            found.append(e)
-        return found
+        ops = {key: chain.merged() for key, chain in self.chains.items()}
+        merged: list[Event] = []
+        # By storage that the last kernel made: where its event is in `merged`.
+        took_at: dict[int, int] = {}
+        in_chain = False
+        for event in events:
+            if isinstance(event, Allocated):
+                if in_chain:
+                    took_at[event.storage] = len(merged)
+            elif not isinstance(event, Freed):
+                took_at.clear()
+                in_chain = isinstance(event, Ran) and id(event.op) in ops
+                if isinstance(event, Ran) and in_chain:
+                    event = event._replace(op=ops[id(event.op)])
+            elif (index := took_at.pop(event.storage, None)) is not None:
+                merged[index] = merged[index]._replace(bytes=0)  # pyright: ignore
+            merged.append(event)
+        return merged

@@ -1,4 +1,10 @@
-"""``estimate``: the time of a planned step on some hardware."""
+"""``estimate``: the time of a planned step on some hardware.
+
+It plays the plan through (`simulation.play_through`), with the seconds of each operator
+and transfer from `cost_model`, and adds what no simulation shows: how long a step waits
+for its slowest node, how uncertain the result is and why (the band), and the rule of
+thumb that people compare it with.
+"""
 
 from __future__ import annotations
 
@@ -23,29 +29,30 @@ class Estimate:
     """The estimated time of a step by its parts; ``print`` it for the ranks too.
 
     Args:
-        hardware: its name.
-        seconds: from the start to the end of the last rank, the likely time;
+        hardware: the hardware's name.
+        seconds: the likely time from the start to the end of the last rank;
             ``compute``, ``exposed`` and ``bubble`` add up to it.
-        compute, exposed, bubble: of the rank that computes most, where it is idle at
-            the end as a bubble too; see :class:`RankTimes`. What a step waits for its
-            slowest node is exposed.
+        compute, exposed, bubble: the parts of the rank that computes most (see
+            :class:`RankTimes`). Its idle time at the end counts as a bubble; what a
+            step waits for its slowest node counts as exposed.
         ranks: the times of every planned rank.
-        flops_per_second: a device and second, as the plan counts FLOPs (what is
-            recomputed and what a causal mask spares are in it).
-        share_of_peak: the time that those FLOPs take at the peak of their dtypes, of
-            the whole: HFU, hardware FLOPs utilisation.
-        tokens_per_second: of all ranks together, where ``tokens`` was given.
-        spans: what every stream does when; ``waits``: when ranks compute nothing, and
-            the transfer that they wait for; the phase is "exposed" or "bubble".
-        mfu: model FLOPs utilisation: the same of the FLOPs that the model asks for,
+        flops_per_second: FLOPs of a device in a second, as the plan counts them (what
+            is recomputed and what a causal mask spares are in it).
+        share_of_peak: HFU, hardware FLOPs utilisation: the time that those FLOPs take
+            at the peak of their dtypes, over the whole time.
+        tokens_per_second: of all ranks together, if ``tokens`` was given.
+        spans: what every stream does, and when.
+        waits: when ranks compute nothing, and the transfer that they wait for; the
+            phase is "exposed" or "bubble".
+        mfu: model FLOPs utilisation: the same for the FLOPs that the model asks for,
             without what remat or the attention's backward computes again (Chowdhery et
             al. 2022, appendix B).
         devices: the number of ranks.
         band: (what makes the time uncertain, by how much as a natural logarithm), the
             widest first.
-        rule_of_thumb: seconds by 6ND over the hardware's usual utilisation, N being all
-            parameters, or those ``active``; None where tokens or that utilisation are
-            not known.
+        rule_of_thumb: seconds by 6ND at the hardware's usual utilisation, N being all
+            parameters, or those ``active``; None if tokens or that utilisation are not
+            known.
     """
 
     hardware: str
@@ -66,7 +73,10 @@ class Estimate:
 
     @property
     def width(self) -> float:
-        """The natural logarithm of ``high`` over ``seconds``: errors in quadrature."""
+        """The natural logarithm of ``high`` over ``seconds``.
+
+        The band's parts are independent errors, so their squares add up.
+        """
         return math.hypot(*(size for _, size in self.band))
 
     @property
@@ -102,20 +112,20 @@ class Estimate:
         return text_markup(str(self))
 
     def beside(self) -> list[str]:
-        """The band and what makes it wide, and the rule of thumb, a line each."""
-        found = []
+        """Returns the band with its reasons, and the rule of thumb, a line each."""
+        lines = []
         if self.band:
-            why = ", ".join(f"{what} {size:.0%}" for what, size in self.band)
+            reasons = ", ".join(f"{reason} {size:.0%}" for reason, size in self.band)
             ends = f"{of_seconds(self.low)} and {of_seconds(self.high)}"
-            found.append(f"between {ends}: {why}")
+            lines.append(f"between {ends}: {reasons}")
         if self.rule_of_thumb is not None:
-            found.append(f"by the rule of thumb (6ND) {of_seconds(self.rule_of_thumb)}")
-        return found
+            lines.append(f"by the rule of thumb (6ND) {of_seconds(self.rule_of_thumb)}")
+        return lines
 
     @staticmethod
-    def _parts(of: Estimate | RankTimes) -> str:
+    def _parts(times: Estimate | RankTimes) -> str:
         names = ("compute", "exposed", "bubble")
-        return ", ".join(f"{name} {of_seconds(getattr(of, name))}" for name in names)
+        return ", ".join(f"{name} {of_seconds(getattr(times, name))}" for name in names)
 
 
 @api_boundary
@@ -127,38 +137,36 @@ def estimate(
     attention: str | None = None,
     active: float | None = None,
 ) -> Estimate:
-    """Estimate the time of a planned step on ``hardware``, by its parts.
+    """Estimates the time of a planned step on ``hardware``, by its parts.
 
-    All planned ranks are played through together: each computes its operators in
-    order, while its collectives go on beside them on one stream for each group, from
-    the moment when the last planned rank has issued them, and messages likewise on one
-    stream for each pair. ``Waited`` is where a rank waits. So what is hidden is what
-    the step really issues ahead. What operators and transfers take is
-    ``planning.cost_model``'s to say.
+    All planned ranks are played through together. Each computes its operators in
+    order. Its collectives run beside them, on one stream for each group, from the
+    moment when the last planned rank has issued them; messages likewise, on one stream
+    for each pair of ranks. So a transfer is hidden as far as the step issues it ahead
+    of its use. ``planning.cost_model`` has what operators and transfers take.
 
     Where ``hardware.overlap`` is below 1, a transfer of length t takes (1 - overlap) t
     from the computing beside it; it is counted among ``exposed`` where the transfer is
     waited for (``planning.simulation.play_through`` has the equation).
 
     Over n nodes the whole takes 1 + ``hardware.straggling`` · log2(n) times that, as
-    the slowest of them is waited for. The band about it has what no part explains
-    (``hardware.uncertain``), and for each kind of work its share of the time, times
+    a step waits for the slowest of them. The band adds up what no part explains
+    (``hardware.uncertain``) and, for each kind of work, its share of the time, times
     how far its rate is uncertain.
 
-    Copies between the device and a store beside it are timed by the store's rates
-    (``hardware.stores``), and beside nothing.
+    Copies between the device and a store beside it take the store's rates
+    (``hardware.stores``), and nothing overlaps with them.
 
-    What it leaves out: streams that share a link, and the allocator when memory runs
-    out.
+    Not modelled: streams that share a link, and the allocator when memory runs out.
 
     Args:
-        plan: of a step, by ``plan``.
-        hardware: on what.
-        tokens: of one step, of all ranks together.
-        attention: the generation of its kernels, such as "fa2"; None: the likeliest of
-            the hardware, and a wider band.
-        active: how many parameters a token meets, for the rule of thumb, of a mixture
-            of experts; None: all.
+        plan: what ``ff.plan`` returned for the step.
+        hardware: the machine that it shall run on.
+        tokens: the tokens of one step, of all ranks together.
+        attention: the generation of the attention's kernels, such as "fa2"; None: the
+            hardware's likeliest, and a wider band.
+        active: how many parameters a token meets in a mixture of experts, for the rule
+            of thumb; None: all.
 
     Returns:
         an :class:`Estimate`.
@@ -179,8 +187,8 @@ def estimate(
     >>> loss = ff.shard(lambda p, x: layer(p, layer(p, x)).sum(), mesh, "data")
     >>> def main():
     ...     return plan(loss, torch.zeros(4096, 4096), torch.zeros(4096, 4096))
-    >>> found = estimate(ff.spmd(main, mesh)()[0], A100_40)
-    >>> found.seconds == found.compute + found.exposed and found.bubble == 0
+    >>> step = estimate(ff.spmd(main, mesh)()[0], A100_40)
+    >>> step.seconds == step.compute + step.exposed and step.bubble == 0
     True
     """
     if not isinstance(plan, Plan) or not isinstance(hardware, Hardware):
@@ -189,14 +197,16 @@ def estimate(
             ": estimate(plan, hardware) takes what ff.plan(step, state, batch) returns "
             "and a description of a machine, such as ff.hardware.H100"
         )
-    for what, n in {"tokens of one step": tokens, "active parameters": active}.items():
+    for name, n in {"tokens of one step": tokens, "active parameters": active}.items():
         if n is not None and not n > 0:
-            raise ValueError(f"{what} must be above 0, got {n!r}")
+            raise ValueError(f"{name} must be above 0, got {n!r}")
     played = play_through(plan, hardware, attention)
-    late = hardware.straggling * math.log2(_nodes(plan, hardware))
-    seconds = played.seconds * (1 + late)
-    lost = played.seconds * late
-    times = [dataclasses.replace(r, exposed=r.exposed + lost) for r in played.ranks]
+    lateness = hardware.straggling * math.log2(_nodes(plan, hardware))
+    seconds = played.seconds * (1 + lateness)
+    lost_seconds = played.seconds * lateness
+    times = [
+        dataclasses.replace(r, exposed=r.exposed + lost_seconds) for r in played.ranks
+    ]
     busiest = max(times, key=lambda r: (r.compute, -r.rank))
     work = _work(plan, hardware)
     shares = _Work(*(x / seconds if seconds else 0.0 for x in work))
@@ -220,7 +230,7 @@ def estimate(
 
 
 def _nodes(plan: Plan, hardware: Hardware) -> int:
-    """The number of groups of the innermost level that the mesh lies on."""
+    """Returns the number of nodes: groups of the innermost level of the network."""
     width = hardware.levels[0].ranks if hardware.levels else 0
     return -(-plan.mesh.size // width) if width else 1
 
@@ -229,8 +239,10 @@ class _Work(NamedTuple):
     """The mean over all ranks of what a rank computes.
 
     Args:
-        flops: all of them; ``at_peak``: the seconds that they take at peak.
-        asked_for: of these seconds, those that the model asks for.
+        flops: all FLOPs.
+        at_peak: the seconds that they would take at peak.
+        asked_for: the part of these seconds that the model asks for: without what is
+            recomputed.
     """
 
     flops: float
@@ -245,25 +257,28 @@ def _work(plan: Plan, hardware: Hardware) -> _Work:
         for (op, _, phase), n in r.ran.items():
             if not op.flops:
                 continue
-            count = n * op.flops * r.alike / ranks
-            name, there = arithmetic(op)
-            seconds = count * there / op.flops / hardware.peak[name]
-            flops, at_peak = flops + count, at_peak + seconds
+            mean_flops = n * op.flops * r.alike / ranks
+            name, dtype_flops = arithmetic(op)
+            seconds = mean_flops * dtype_flops / op.flops / hardware.peak[name]
+            flops, at_peak = flops + mean_flops, at_peak + seconds
             if phase != "recompute":
-                again = "_attention" in op.name and "backward" in op.name
-                asked_for += seconds * (1 - _AGAIN * again)
+                is_attention_backward = (
+                    "_attention" in op.name and "backward" in op.name
+                )
+                asked_for += seconds * (1 - _RECOMPUTED * is_attention_backward)
     return _Work(flops, at_peak, asked_for)
 
 
-_AGAIN = 1 / 5  # of an attention's backward: its scores, of five products
+# A fused attention's backward makes five products, of which the scores are made again.
+_RECOMPUTED = 1 / 5
 
 
-# How far rates are uncertain, as natural logarithms: of what is bound by memory, by
-# whether chains are fused and which kernels there are; of transfers that are waited
-# for, by the network and what else is on it; of what lies beside the device, by the
-# host's threads, its switches and the disk.
+# How far rates are uncertain, as natural logarithms. Operators bound by memory: whether
+# chains are fused and which kernels there are. Transfers that are waited for: the
+# network and what else is on it. Memory beside the device: the host's threads, its
+# switches and the disk.
 _FUSED, _WIRE, _HOST = 0.35, 0.4, 0.5
-_LEAST = 0.005  # what moves the time by less is not listed
+_LEAST = 0.005  # reasons that move the time by less are not listed
 
 
 def _band(
@@ -273,31 +288,39 @@ def _band(
     times: RankTimes,
     played: Played,
 ) -> tuple[tuple[str, float], ...]:
-    """The reasons that make a rank's time uncertain, and by how much, widest first."""
-    spent: defaultdict[str, float] = defaultdict(float)
+    """Returns the reasons that make a rank's time uncertain, and by how much.
+
+    The widest first.
+    """
+    seconds_by_kind: defaultdict[str, float] = defaultdict(float)
     for event, n in plan[times.rank].ran.items():
         op = event.op
         kind = "attention" if "_attention" in op.name else "other operators"
         kind = "host" if op.store in hardware.stores else kind
         if not op.flops or kind != "other operators":
-            spent[kind] += n * played.costs[op]
-    whole = sum((times.compute, times.exposed, times.bubble, times.idle)) or 1.0
-    found = {"the model": hardware.uncertain}
+            seconds_by_kind[kind] += n * played.costs[op]
+    total = sum((times.compute, times.exposed, times.bubble, times.idle)) or 1.0
+    uncertainty = {"the model": hardware.uncertain}
+    # Without a named generation of kernels it may be the fastest or the slowest.
     if attention is None and isinstance(hardware.attention, Mapping):
         rates = [sum(pair) for pair in hardware.attention.values()]
-        apart = math.log(max(rates) / min(rates)) / 2
-        found["attention's generation"] = apart * spent["attention"] / whole
-    found["operators bound by memory"] = _FUSED * spent["other operators"] / whole
-    found["memory beside the device"] = _HOST * spent["host"] / whole
-    found["transfers"] = _WIRE * times.exposed / whole
-    rows = [row for row in found.items() if row[1] >= _LEAST]
+        spread = math.log(max(rates) / min(rates)) / 2
+        uncertainty["attention's generation"] = (
+            spread * seconds_by_kind["attention"] / total
+        )
+    uncertainty["operators bound by memory"] = (
+        _FUSED * seconds_by_kind["other operators"] / total
+    )
+    uncertainty["memory beside the device"] = _HOST * seconds_by_kind["host"] / total
+    uncertainty["transfers"] = _WIRE * times.exposed / total
+    rows = [row for row in uncertainty.items() if row[1] >= _LEAST]
     return tuple(sorted(rows, key=lambda row: -row[1]))
 
 
 def _rule_of_thumb(
     plan: Plan, hardware: Hardware, tokens: float | None, active: float | None
 ) -> float | None:
-    """Seconds of 6ND FLOPs at the hardware's usual utilisation of its 16-bit peak."""
+    """Returns the seconds of 6ND FLOPs at the usual share of the 16-bit peak."""
     if tokens is None or hardware.utilisation is None:
         return None
     leaves = (leaf for r in plan.ranks for leaf in r.leaves)

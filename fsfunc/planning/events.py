@@ -211,7 +211,7 @@ _name = functools.cache(str)  # `str` of an operator formats anew each time
 def size_of(x: Tensor) -> int:
     """Returns the bytes of ``x`` in memory; a broadcast dim (stride 0) counts once."""
     count, strides = x.numel(), x.stride()
-    if count and 0 in strides:
+    if count and 0 in strides:  # expanded: its elements share memory
         count = math.prod(n for n, step in zip(x.shape, strides, strict=True) if step)
     return int(count) * x.element_size()
 

@@ -1,8 +1,9 @@
 """``ff.hardware``: known machines by name, and a `machines.Hardware` as JSON.
 
-Of a GPU they say what data sheets and published measurements of kernels do; one share
-a family, of large products, is fitted to published training runs. No such run was held
-against B200 and GB200. The machine at hand is described by ``measure_hardware``.
+The numbers of a GPU come from data sheets and from published measurements of kernels.
+One number for each family, the share of the peak that large products reach, is fitted
+to published training runs; for B200 and GB200 there were no such runs. The machine at
+hand is described by ``measure_hardware``.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from fsfunc.tree.structure import did_you_mean
 
 
 def replace(hardware: Hardware, **fields: Any) -> Hardware:
-    """``hardware`` with other values of the named fields.
+    """Returns ``hardware`` with other values of the named fields.
 
     Raises:
         TypeError: a field that ``Hardware`` does not have.
@@ -31,37 +32,38 @@ def replace(hardware: Hardware, **fields: Any) -> Hardware:
 
 
 def to_json(hardware: Hardware) -> str:
-    """``hardware`` as JSON, which :func:`from_json` reads back to an equal one.
+    """Returns ``hardware`` as JSON, which :func:`from_json` reads back to an equal one.
 
     >>> from_json(to_json(H100)) == H100
     True
     """
-    found = {f.name: getattr(hardware, f.name) for f in dataclasses.fields(hardware)}
-    found["levels"] = [dataclasses.asdict(level) for level in hardware.levels]
-    found = {k: dict(v) if isinstance(v, Mapping) else v for k, v in found.items()}
-    return json.dumps(found, indent=1)
+    fields = {f.name: getattr(hardware, f.name) for f in dataclasses.fields(hardware)}
+    fields["levels"] = [dataclasses.asdict(level) for level in hardware.levels]
+    fields = {k: dict(v) if isinstance(v, Mapping) else v for k, v in fields.items()}
+    return json.dumps(fields, indent=1)
 
 
 def from_json(text: str) -> Hardware:
-    """The hardware that JSON describes, as :func:`to_json` writes it.
+    """Returns the hardware that JSON describes, as :func:`to_json` writes it.
 
     Raises:
         TypeError: a field that ``Hardware`` or ``Level`` does not have, or lacks.
         ValueError: no JSON object, or what ``Hardware`` refuses.
     """
-    found = json.loads(text)
-    if not isinstance(found, dict):
-        raise ValueError(f"hardware is a JSON object, got {type(found).__name__}")
-    levels = found.get("levels", [])
+    fields = json.loads(text)
+    if not isinstance(fields, dict):
+        raise ValueError(f"hardware is a JSON object, got {type(fields).__name__}")
+    levels = fields.get("levels", [])
     if not isinstance(levels, list) or not all(isinstance(x, dict) for x in levels):
         raise ValueError(f"levels is a list of JSON objects, got {levels!r}")
-    return Hardware(**{**found, "levels": [Level(**level) for level in levels]})
+    return Hardware(**{**fields, "levels": [Level(**level) for level in levels]})
 
 
 def named(name: str) -> Hardware:
-    """A given hardware: A100-40, A100-80, H100, H100-500W, H200, B200, GB200 or CPU.
+    """Returns the known hardware of a name.
 
-    Case, dashes, underscores and blanks do not matter, nor does "GB" at the end.
+    The names are A100-40, A100-80, H100, H100-500W, H200, B200, GB200 and CPU. Case,
+    dashes, underscores and blanks do not matter, nor does "GB" at the end.
 
     Raises:
         ValueError: no such hardware; with the names that there are.
@@ -69,15 +71,15 @@ def named(name: str) -> Hardware:
     >>> named("a100_40gb") is A100_40, named("H 100") is H100
     (True, True)
     """
-    given = {_plain(hardware.name): hardware for hardware in GIVEN}
-    found = given.get(_plain(name))
-    if found is None:
+    known = {_plain(hardware.name): hardware for hardware in GIVEN}
+    hardware = known.get(_plain(name))
+    if hardware is None:
         names = [hardware.name for hardware in GIVEN]
         raise ValueError(
             f'no hardware is named "{name}"{did_you_mean(name.upper(), names)}; there '
             f"are: {', '.join(names)}; another is described by Hardware(...)"
         )
-    return found
+    return hardware
 
 
 def _plain(name: str) -> str:
@@ -133,7 +135,8 @@ _HOSTS = {
     "blackwell": (64e9 / 2, 716.8e9 / 8, 2e12 / 8),
     "grace": (450e9 / 2, 512e9 / 2, 480e9 / 2),
 }
-# CUDA's context, torch's own and NCCL's buffers: 0.5 and, over some communicators, 1.
+# GiB that are no tensors: CUDA's context and torch's own, 0.5; NCCL's buffers, over
+# some communicators, 1.
 _TAKEN = int(1.5 * 2**30)
 
 
@@ -152,33 +155,39 @@ def _gpu(
     power: float = 1.0,
     uncertain: float = 0.11,
 ) -> Hardware:
-    """A GPU of a data sheet, by what others have measured of its family.
+    """Describes a GPU by its data sheet, and by what was measured of its family.
 
     Args:
         tera: dense TFLOP/s in 16 bits, 8 bits (0: none) and float32.
-        gib: that CUDA reports of its memory.
+        gib: the GiB of memory that CUDA reports.
         bandwidth: bytes/s of its memory.
         network: bytes/s that leave a node of ``node`` GPUs, in one direction.
         link: bytes/s of its links within the node, in one direction.
-        host: whose host it has, in ``_HOSTS``; by default that of its family.
-        power: of its rated watts.
+        host: the host's entry in ``_HOSTS``; by default that of its family.
+        power: the share of its rated watts that it may draw.
     """
-    half, eight, single = (x * 1e12 for x in tera)
-    eights = dict.fromkeys(("float8_e4m3fn", "float8_e5m2"), eight) if eight else {}
-    slower = power**_POWER
+    half_peak, eight_peak, single_peak = (x * 1e12 for x in tera)
+    eight_bit_peaks = (
+        dict.fromkeys(("float8_e4m3fn", "float8_e5m2"), eight_peak)
+        if eight_peak
+        else {}
+    )
+    power_factor = power**_POWER
     shares = _ATTENTION[family].items()
-    copied, computed, room = _HOSTS[host or family]
+    copy_rate, compute_rate, host_bytes = _HOSTS[host or family]
     return Hardware(
         name=name,
         peak={
-            "bfloat16": half,
-            "float16": half,
-            "float32": single,
-            "float64": single,
-            **eights,
+            "bfloat16": half_peak,
+            "float16": half_peak,
+            "float32": single_peak,
+            "float64": single_peak,
+            **eight_bit_peaks,
         },  # fmt: skip
-        efficiency=((1.0, _PRODUCTS[family] * slower),),
-        attention={name: (f * slower, b * slower) for name, (f, b) in shares},
+        efficiency=((1.0, _PRODUCTS[family] * power_factor),),
+        attention={
+            name: (f * power_factor, b * power_factor) for name, (f, b) in shares
+        },
         bandwidth=bandwidth * _STREAMING,
         overhead=_LAUNCH[family],
         levels=(
@@ -188,7 +197,7 @@ def _gpu(
         memory=int(gib * 2**30) - _TAKEN,
         device="cuda",
         overlap=1 - _TAKES,
-        stores={"host": (copied * _LINKS, computed * _STREAMING, room)},
+        stores={"host": (copy_rate * _LINKS, compute_rate * _STREAMING, host_bytes)},
         processors=processors,
         straggling=_STRAGGLING,
         utilisation=_UTILISATION[family],

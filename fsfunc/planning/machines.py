@@ -1,4 +1,9 @@
-"""Descriptions of machines: a few numbers, checked and read-only."""
+"""Descriptions of machines: a few numbers, checked and read-only.
+
+A `Hardware` is one rank's device, its memory and the network around it. `cost_model`
+and `simulation` read it; known ones are in `hardware`, and `calibration` measures the
+machine at hand.
+"""
 
 from __future__ import annotations
 
@@ -19,14 +24,14 @@ DTYPES = (
 
 @dataclass(frozen=True)
 class Level:
-    """One step out of the network's hierarchy: a node's links, then its network.
+    """One level of the network's hierarchy: the links of a node, or the network.
 
     Args:
-        ranks: the number in one group of this level, such as 8 for a node; 0 means all,
-            for the outermost.
-        bandwidth: bytes/s in one direction that leave one group of the level below:
-            one rank at the first level, at the next a whole node, whose ranks share it.
-        latency: seconds that a message takes in addition to its bytes.
+        ranks: how many ranks a group of this level has, such as 8 for a node; 0 means
+            all, for the outermost level.
+        bandwidth: bytes/s in one direction that leave one group of the level below. At
+            the first level that is one rank; at the next a node, whose ranks share it.
+        latency: the seconds that a message takes in addition to those of its bytes.
 
     Raises:
         TypeError: a field that it does not have.
@@ -49,48 +54,49 @@ class Level:
             raise ValueError(f"ranks of a level is a whole number, got {self.ranks!r}")
         if self.ranks < 0:
             raise ValueError(f"ranks of a level is not below 0, got {self.ranks}")
-        _positive("bandwidth of a level", self.bandwidth)
-        _not_negative("latency of a level", self.latency)
+        _check_positive("bandwidth of a level", self.bandwidth)
+        _check_not_negative("latency of a level", self.latency)
 
 
 @dataclass(frozen=True)
 class Hardware:
     """The device of a rank, its memory and its links.
 
-    Ranks are on nodes in the mesh's row-major order. Two of equal fields are equal, and
-    one can be the key of a dict. Its mappings cannot be changed.
+    Ranks are on nodes in the mesh's row-major order. Two with equal fields are equal,
+    and one can be the key of a dict. Its mappings cannot be changed.
 
     Args:
         name: its name in messages and tables.
         peak: FLOP/s of matrix products by the dtype's name, such as "bfloat16".
-        efficiency: (size, share of peak) of products of growing size, which is
-            (m·k·n)**(1/3) of [m, k] @ [k, n]; read between its points in log(size).
+        efficiency: pairs (size, share of peak) for products [m, k] @ [k, n], whose size
+            is (m·k·n)**(1/3), by growing size; between points it is interpolated in
+            log(size).
         attention: the share of peak that fused attention reaches; or, by the
-            generation of its kernels such as "fa2", that of (forward, backward) at
-            infinite length and heads of 128, the likeliest generation first.
+            generation of its kernels such as "fa2", the shares of (forward, backward)
+            at infinite length and heads of 128, the likeliest generation first.
         bandwidth: bytes/s of memory, read and written, that operators reach.
-        overhead: seconds that an operator costs beside its work; where ``processors``
-            are given, that the host takes to launch it, ahead of the device.
-        levels: of the network, the innermost first; () for one that sends nothing.
-        memory: bytes that a rank has for tensors.
+        overhead: the seconds that an operator costs beside its work; if ``processors``
+            are given, the seconds in which the host launches it, ahead of the device.
+        levels: those of the network, the innermost first; () if it sends nothing.
+        memory: the bytes that a rank has for tensors.
         device: "cpu" or "cuda": whose kernels run, for ``plan(device=)``.
-        overlap: the share of a transfer's time that goes on beside computing: 1 where
-            copy engines move the data, less where the cores that compute do.
-        rates: bytes/s of what memory or links alone do not bound: of operators by
-            name ("aten.gelu"), all that they read and write; of collectives ("psum"),
-            what a rank sends.
-        fresh: bytes/s at which memory that is taken from the system is written first
-            and given back; None where a caching allocator makes that free.
+        overlap: the share of a transfer's time that goes on beside computing: 1 if
+            copy engines move the data, less if the cores that compute do.
+        rates: bytes/s of what is slower than memory or links alone: for operators by
+            name ("aten.gelu"), of all that they read and write; for collectives
+            ("psum"), of what a rank sends.
+        fresh: bytes/s at which memory from the system is first written and returned;
+            None if a caching allocator makes that free.
         stores: memory beside the device, by the kind of its ``Store``, such as "host":
             (bytes/s of copies between it and the device, bytes/s of what the host
-            computes there, bytes), a rank's part when all ranks use it at once.
-            Without "host" that is the memory that the device itself computes in.
-        processors: streaming multiprocessors, over which a product's tiles are dealt;
-            0 where the curve of ``efficiency`` says all.
+            computes there, bytes), as one rank's part when all use it at once.
+            Without an entry "host" the device itself computes in the host's memory.
+        processors: streaming multiprocessors, over which a product's tiles are dealt; 0
+            if the curve of ``efficiency`` has that in it.
         straggling: the share of a step by which each doubling of the nodes delays it.
-        utilisation: the share of the 16-bit peak that 6ND assumes, the rule of thumb.
-        uncertain: how far an estimate may be off, as a natural logarithm, for what no
-            part of it explains; 0.1 is about 10%.
+        utilisation: the share of the 16-bit peak for the rule of thumb, 6ND.
+        uncertain: how far an estimate may be off, as a natural logarithm, for reasons
+            that no part of it explains; 0.1 is about 10%.
         pairwise: the collectives, such as "all_gather", whose ranks send to each other
             directly and not around a ring, as the library's do over gloo.
 
@@ -128,6 +134,7 @@ class Hardware:
         return super().__new__(cls)
 
     def __post_init__(self) -> None:
+        # What a caller gave may change later: the fields are copied, read-only.
         curve = tuple((size, share) for size, share in self.efficiency)
         for name, value in (
             ("peak", MappingProxyType(dict(self.peak))),
@@ -142,18 +149,18 @@ class Hardware:
         self._check_curve()
         self._check_levels()
         self._check_attention()
-        _positive("bandwidth", self.bandwidth)
+        _check_positive("bandwidth", self.bandwidth)
         for name in ("overhead", "processors", "straggling", "uncertain"):
-            _not_negative(name, getattr(self, name))
+            _check_not_negative(name, getattr(self, name))
         if self.utilisation is not None:
-            _share("utilisation", self.utilisation)
-        _positive("memory", self.memory)
+            _check_share("utilisation", self.utilisation)
+        _check_positive("memory", self.memory)
         if not 0 <= self.overlap <= 1:
             raise ValueError(f"overlap is a share, 0 to 1, got {self.overlap!r}")
         if self.fresh is not None:
-            _positive("fresh", self.fresh)
+            _check_positive("fresh", self.fresh)
         for name, rate in self.rates.items():
-            _positive(f'rates["{name}"]', rate)
+            _check_positive(f'rates["{name}"]', rate)
         for name in self.pairwise:
             if name not in OPERATIONS:
                 raise ValueError(
@@ -163,7 +170,7 @@ class Hardware:
         for name, store in self.stores.items():
             parts = ("of copies", "of computing", "its bytes")
             for part, value in zip(parts, store, strict=True):
-                _positive(f'stores["{name}"], {part}', value)
+                _check_positive(f'stores["{name}"], {part}', value)
 
     def _check_peak(self) -> None:
         if not self.peak:
@@ -174,30 +181,31 @@ class Hardware:
                     f'peak has no dtype "{dtype}"{did_you_mean(dtype, DTYPES)}; '
                     f"it knows: {', '.join(DTYPES)}"
                 )
-            _positive(f'peak["{dtype}"]', rate)
+            _check_positive(f'peak["{dtype}"]', rate)
 
     def _check_curve(self) -> None:
         if not self.efficiency:
             raise ValueError("efficiency has no point; give (size, share) pairs")
-        last = 0.0
+        last_size = 0.0
         for size, share in self.efficiency:
-            _positive("a size of efficiency", size)
-            _share(f"efficiency at size {size:g}", share)
-            if size <= last:
+            _check_positive("a size of efficiency", size)
+            _check_share(f"efficiency at size {size:g}", share)
+            if size <= last_size:
                 raise ValueError(
-                    f"efficiency is sorted by size, each once: {size:g} after {last:g}"
+                    f"efficiency is sorted by size, each once: {size:g} after "
+                    f"{last_size:g}"
                 )
-            last = size
+            last_size = size
 
     def _check_attention(self) -> None:
         if not isinstance(self.attention, Mapping):
-            _share("attention", self.attention)
+            _check_share("attention", self.attention)
             return
         if not self.attention:
             raise ValueError("attention names no generation of kernels, such as 'fa2'")
         for name, (forward, backward) in self.attention.items():
-            _share(f'attention["{name}"], forward', forward)
-            _share(f'attention["{name}"], backward', backward)
+            _check_share(f'attention["{name}"], forward', forward)
+            _check_share(f'attention["{name}"], backward', backward)
         pairs = {name: tuple(pair) for name, pair in self.attention.items()}
         object.__setattr__(self, "attention", MappingProxyType(pairs))
 
@@ -209,54 +217,58 @@ class Hardware:
                     f"for all, last): {outer.ranks} after {inner.ranks}"
                 )
 
-    def __hash__(self) -> int:
+    def __hash__(self) -> int:  # mappings have no hash; equal ones have equal others
         return hash((self.name, self.efficiency, self.bandwidth, self.levels))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        found = [getattr(self, f.name) for f in dataclasses.fields(self)]
-        plain = [dict(x) if isinstance(x, Mapping) else x for x in found]
-        return Hardware, tuple(plain)  # read-only mappings cannot be pickled
+        values = [getattr(self, f.name) for f in dataclasses.fields(self)]
+        picklable = [dict(x) if isinstance(x, Mapping) else x for x in values]
+        return Hardware, tuple(picklable)  # read-only mappings cannot be pickled
 
     def efficiency_at(self, size: float) -> float:
-        """The share of peak that a product of this size reaches.
+        """Returns the share of peak that a product of this size reaches.
 
-        Below the first point it falls with the size, as a product that small is bound
-        by what grows slower than its work; above the last it stays.
+        Below the first point it falls in proportion to the size, as so small a product
+        is bound by what grows slower than its work. Above the last it is constant.
         """
         points = self.efficiency
         first, share = points[0]
         if size <= first:
             return share * size / first
-        for (low, a), (high, b) in zip(points, points[1:], strict=False):
+        for (low, low_share), (high, high_share) in zip(
+            points, points[1:], strict=False
+        ):
             if size <= high:
-                return a + (b - a) * math.log(size / low) / math.log(high / low)
+                return low_share + (high_share - low_share) * math.log(
+                    size / low
+                ) / math.log(high / low)
         return points[-1][1]
 
 
-def refuse_unknown(cls: type, given: Iterable[str]) -> None:
-    """Raises a TypeError for the first of ``given`` that is no field of ``cls``."""
-    known = [f.name for f in dataclasses.fields(cls)]
-    for name in given:
-        if name not in known:
+def refuse_unknown(cls: type, names: Iterable[str]) -> None:
+    """Raises a TypeError for the first of ``names`` that is no field of ``cls``."""
+    field_names = [f.name for f in dataclasses.fields(cls)]
+    for name in names:
+        if name not in field_names:
             raise TypeError(
-                f'{cls.__name__} has no field "{name}"{did_you_mean(name, known)}; '
-                f"it has: {', '.join(known)}"
+                f'{cls.__name__} has no field "{name}"{did_you_mean(name, field_names)}; '
+                f"it has: {', '.join(field_names)}"
             )
 
 
-def _positive(what: str, value: Any) -> None:
+def _check_positive(name: str, value: float) -> None:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise ValueError(f"{what} is a number above 0, got {value!r}")
+        raise ValueError(f"{name} is a number above 0, got {value!r}")
     if not (math.isfinite(value) and value > 0):
-        raise ValueError(f"{what} is finite and above 0, got {value!r}")
+        raise ValueError(f"{name} is finite and above 0, got {value!r}")
 
 
-def _not_negative(what: str, value: Any) -> None:
+def _check_not_negative(name: str, value: float) -> None:
     if value != 0 or isinstance(value, bool):
-        _positive(what, value)
+        _check_positive(name, value)
 
 
-def _share(what: str, value: Any) -> None:
-    _positive(what, value)
+def _check_share(name: str, value: float) -> None:
+    _check_positive(name, value)
     if value > 1:
-        raise ValueError(f"{what} is a share, above 0 and at most 1, got {value!r}")
+        raise ValueError(f"{name} is a share, above 0 and at most 1, got {value!r}")

@@ -14,7 +14,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -28,7 +28,7 @@ from fsfunc.core.execution_context import running
 from fsfunc.core.frames import frame
 from fsfunc.core.tracers import Tracer
 from fsfunc.core.units import Call
-from fsfunc.planning.device_kernels import FusedChains, fuses, read_again
+from fsfunc.planning.device_kernels import FusedChains, Kernels, fuses, read_again
 from fsfunc.planning.events import (
     Allocated,
     Event,
@@ -63,8 +63,8 @@ class Book:
         self.turns: list[Turn] = []
         self.kinds: dict[int, str] = {}
         self.sizes: list[int] = []
-        self.storage_numbers = StorageTable[int](self._record_freed)
-        self.is_open = True
+        self.storage_numbers: StorageTable[int] = StorageTable(self._record_freed)
+        self.is_open: bool = True
 
     def record_storage(
         self, x: Tensor, op: str, unit: str, phase: str, size: int | None = None
@@ -131,10 +131,15 @@ class Observer(Tracer, OperatorMode):
 
     complete = True
 
+    kernels: Kernels
+    every_microbatch: bool
+    chains: FusedChains
+    parted: PartedUnits
+
     def __init__(
         self,
         counts_unseen: bool = False,
-        kernels: Callable[[], AbstractContextManager[Any]] = nullcontext,
+        kernels: Kernels = nullcontext,
         every_microbatch: bool = False,
     ) -> None:
         super().__init__()
@@ -143,7 +148,7 @@ class Observer(Tracer, OperatorMode):
         self.counts_unseen = counts_unseen
         self.ignores_silence = counts_unseen
         self.is_paused = False
-        self.book = Book()
+        self.book: Book = Book()
         self.calls: Counter[tuple[str, str]] = Counter()
         self.derived: dict[str, int] = {}
         # By tensor with data that the step captures: its fake one.
@@ -296,7 +301,7 @@ class Observer(Tracer, OperatorMode):
     ) -> Callable[..., PyTree]:
         if self.counts_unseen:
             return call.unit.fn
-        return self.parted.of(call, params, inputs, keywords)
+        return self.parted.function_for(call, params, inputs, keywords)
 
     def _save_copies(self, name: str, out: PyTree) -> None:
         """Notes the copies of parameters that a body made, but for its outputs.

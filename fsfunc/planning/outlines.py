@@ -1,8 +1,12 @@
 """Outlines of stacks: their time and memory in closed form, before any is planned.
 
-Of one recording of the loss: what each unit computes, keeps and weighs. An outline is
-within some tens of percent of a plan. It says which of many stacks are worth one, and
-which cannot fit by far.
+A plan costs some 0.1 s or 1 s, an outline 0.1 ms. So `trials` asks the outlines of all
+stacks which are worth a plan, and which cannot fit by far. An outline knows of each
+unit what one recording of the loss says: FLOPs, bytes that it saves, its parameters.
+It is within some tens of percent of a plan::
+
+    seconds = max(compute, transfers) + 0.3 min(compute, transfers) + bubble + ...
+    bytes   = state + max(activations + sums of gradients, gradients) + what is in use
 """
 
 from __future__ import annotations
@@ -17,27 +21,27 @@ from typing import NamedTuple
 import torch
 
 from fsfunc.comm.ledgers import Record
-from fsfunc.planning.candidates import lowered, size_in, stages_of
+from fsfunc.planning.candidates import least_state_bytes, size_in, stages_of
 from fsfunc.planning.cost_model import collective_seconds
 from fsfunc.planning.machines import Hardware
 from fsfunc.planning.stacks import DATA, NODE, PIPE, Stack
 from fsfunc.state.layout_rules import axes_of
-from fsfunc.tracing.programs import Program, Spec
+from fsfunc.tracing.programs import Program, Spec, TracedCall
 
-_USUAL = 0.4  # of the peak, where the hardware does not say what is usual
-_BESIDE = 0.3  # of the shorter of computing and sending: what does not overlap
+_USUAL = 0.4  # the share of the peak, if the hardware does not say what is usual
+_BESIDE = 0.3  # the share of the shorter of computing and sending that does not overlap
 _OPERATORS = 60  # of a unit, forward and backward: a transformer's layer has as many
-_ALIKE = 0.1  # of two outlines, which tell no smaller difference
-_ROUNDS = 4  # of a loop of equal parts, those that a plan runs
-_SPLIT = 1 / 3  # of a bubble: what is left where weight gradients fill it
+_ALIKE = 0.1  # two outlines that differ by less are equal
+_ROUNDS = 4  # how many of a loop's equal parts a plan runs
+_SPLIT = 1 / 3  # the share of a bubble that is left if weight gradients fill it
 
 
-# Sizes of axes, and the collectives of a forward over them with their counts.
+# (sizes of axes, counts of the collectives that a recorded forward makes over them)
 Sent = tuple[Mapping[str, int], Mapping[Record, int]]
 
 
 class Outline(NamedTuple):
-    """Seconds of a step, the bytes that a rank holds, and unit calls of a plan."""
+    """Seconds of a step, bytes that a rank holds, and unit calls that a plan runs."""
 
     seconds: float
     bytes: int
@@ -45,7 +49,7 @@ class Outline(NamedTuple):
 
     @property
     def order(self) -> tuple[int, int, float]:
-        """A key: of two that are as fast, as far as it can tell, the easier to plan."""
+        """A sort key: by time and, of about equal ones, by how long a plan takes."""
         about = round(math.log(max(self.seconds, 1e-9)) / math.log1p(_ALIKE))
         return about, self.calls, self.seconds
 
@@ -54,10 +58,21 @@ class Outlines:
     """Outlines of stacks on one loss, batch and hardware.
 
     Args:
-        program: of the loss, recorded on the whole batch of ``rows`` rows.
+        program: the loss's, recorded on the whole batch of ``rows`` rows.
         params, moments: bytes of all of them.
         sent: by axes of layouts, what a forward of all rows sent over them.
+
+    Attributes:
+        saved, largest_saved: bytes that all units save for their backward, and the unit
+            that saves most.
+        outputs: bytes of all units' outputs.
     """
+
+    calls: tuple[TracedCall, ...]
+    rows: int
+    params: int
+    moments: int
+    hardware: Hardware
 
     def __init__(
         self,
@@ -71,134 +86,186 @@ class Outlines:
         self.sent = sent
         self.calls, self.rows = program.calls, rows
         self.params, self.moments, self.hardware = params, moments, hardware
-        self.flops = sum(call.flops for call in self.calls)
-        self.kept = sum(call.activations for call in self.calls)
-        self.fullest = max((call.activations for call in self.calls), default=0)
-        self.outputs = sum(
+        self.flops: int = sum(call.flops for call in self.calls)
+        self.saved: int = sum(call.activations for call in self.calls)
+        self.largest_saved: int = max(
+            (call.activations for call in self.calls), default=0
+        )
+        self.outputs: int = sum(
             x.nbytes
             for call in self.calls
             for x in call.outputs.leaves
             if isinstance(x, Spec)
         )
 
-    def of(self, stack: Stack) -> Outline:
-        """The outline of a stack."""
-        cut = math.prod(stack.parts_by_dim.values())
-        share = cut * stack.parts_of(axes_of(stack.layouts))  # of a rank, one part
-        deep = stack.parts_of((PIPE,))
-        again = 1 if stack.remat in (None, "never") else 4 / 3
+    def outline(self, stack: Stack) -> Outline:
+        """Returns the outline of a stack."""
+        parts = math.prod(stack.parts_by_dim.values())
+        share = parts * stack.parts_of(axes_of(stack.layouts))  # 1 / a rank's part
+        n_stage_ranks = stack.parts_of((PIPE,))
+        recompute_factor = 1 if stack.remat in (None, "never") else 4 / 3
         name = str(stack.compute or torch.float32).removeprefix("torch.")
         peak = self.hardware.peak.get(name) or max(self.hardware.peak.values())
         rate = peak * (self.hardware.utilisation or _USUAL)
-        compute = 3 * again * self.flops / share / deep / rate
+        # A backward computes twice what a forward does; a recompute one forward more.
+        compute = 3 * recompute_factor * self.flops / share / n_stage_ranks / rate
         passes = stack.accumulate * stack.microbatches
-        host = _OPERATORS * again * len(self.calls) / deep * self.hardware.overhead
-        compute = max(compute, host * passes)
-        sent = self._sending(stack)
+        # Small units are bound by the host, which launches each operator.
+        launch_seconds = (
+            _OPERATORS
+            * recompute_factor
+            * len(self.calls)
+            / n_stage_ranks
+            * self.hardware.overhead
+        )
+        compute = max(compute, launch_seconds * passes)
+        transfer_seconds = self._transfer_seconds(stack)
         stages = stages_of(stack)
-        if len(self.calls) > stages > 1:  # the longest stage is waited for
+        if len(self.calls) > stages > 1:  # all wait for the longest stage
             compute *= math.ceil(len(self.calls) / stages) * stages / len(self.calls)
-        seconds = max(compute, sent) + _BESIDE * min(compute, sent)
-        if deep > 1:
-            chunks = stages // deep
-            idle = _SPLIT if "zb" in str(stack.schedule) else 1.0
-            seconds += idle * compute * (deep - 1) / (stack.microbatches * chunks)
-        seconds += self._offloading(stack) + self._within(stack, again > 1) / deep
-        held = self._held(stack, share, deep, again > 1)
+        seconds = max(compute, transfer_seconds) + _BESIDE * min(
+            compute, transfer_seconds
+        )
+        # (P - 1) / (M · v) of the computing, as the schedules' docstrings have it.
+        if n_stage_ranks > 1:
+            chunks = stages // n_stage_ranks
+            bubble_share = _SPLIT if "zb" in str(stack.schedule) else 1.0
+            seconds += (
+                bubble_share
+                * compute
+                * (n_stage_ranks - 1)
+                / (stack.microbatches * chunks)
+            )
+        seconds += (
+            self._offload_seconds(stack)
+            + self._layout_seconds(stack, recompute_factor > 1) / n_stage_ranks
+        )
+        peak_bytes = self._peak_bytes(stack, share, n_stage_ranks, recompute_factor > 1)
         rounds = min(stack.accumulate, _ROUNDS) * stack.microbatches
-        return Outline(seconds, held, rounds * len(self.calls))
+        return Outline(seconds, peak_bytes, rounds * len(self.calls))
 
-    def _held(self, stack: Stack, share: int, deep: int, again: bool) -> int:
-        filled = "zb" in str(stack.schedule)  # weight gradients come later, and wait
+    def _peak_bytes(
+        self, stack: Stack, share: int, n_stage_ranks: int, recomputes: bool
+    ) -> int:
+        """Returns the bytes that the fullest rank holds.
+
+        Args:
+            share: into how many parts activations are cut, beside stages and passes.
+            n_stage_ranks: the ranks along "pipe".
+            recomputes: whether units are recomputed.
+        """
+        # A split backward holds a unit's activations until its weight gradients.
+        fills_bubbles = "zb" in str(stack.schedule)
         size, parts = size_in(stack.compute), stack.accumulate * stack.microbatches
-        under_way = min(deep, stack.microbatches)
-        owned = self.params / stack.parts_of({PIPE, *axes_of(stack.layouts)})
-        unit = owned * deep / max(1, len(self.calls))
-        least = lowered(stack, self.params, self.moments)
-        kept = self.outputs if again and not filled else self.kept
-        most = under_way * kept / deep + (self.fullest if again else 0)
-        most *= size / share / parts
-        if stack.zero == 3 or size < 1 and not stack.zero:  # gathered, or cast
-            waits = filled or stack.zero != 3 and not again
-            most += size * (under_way * owned if waits else 2 * unit)
-        sums = self._gradients(stack, owned)
-        beside = unit * (size + size_in(stack.reduce or stack.compute))
-        before = sums if parts > 1 else 0
-        return int(least + max(most + before, sums) + beside)
+        # The first rank of 1F1B, and each of the zero-bubble schedules, has as many
+        # microbatches under way as there are ranks.
+        under_way = min(n_stage_ranks, stack.microbatches)
+        stage_params = self.params / stack.parts_of({PIPE, *axes_of(stack.layouts)})
+        unit_params = stage_params * n_stage_ranks / max(1, len(self.calls))
+        state_bytes = least_state_bytes(stack, self.params, self.moments)
+        saved = self.outputs if recomputes and not fills_bubbles else self.saved
+        activations = under_way * saved / n_stage_ranks + (
+            self.largest_saved if recomputes else 0
+        )
+        activations *= size / share / parts
+        # Parameters are gathered (zero=3), or cast, for a unit's run. They stay until
+        # its backward if that comes later, without a recompute.
+        if stack.zero == 3 or size < 1 and not stack.zero:
+            keeps_whole = fills_bubbles or stack.zero != 3 and not recomputes
+            activations += size * (
+                under_way * stage_params if keeps_whole else 2 * unit_params
+            )
+        gradient_sums = self._gradient_bytes(stack, stage_params)
+        in_use = unit_params * (size + size_in(stack.reduce or stack.compute))
+        earlier_sums = gradient_sums if parts > 1 else 0
+        return int(
+            state_bytes + max(activations + earlier_sums, gradient_sums) + in_use
+        )
 
-    def _gradients(self, stack: Stack, owned: float) -> float:
-        """Bytes of gradients at the end of a backward: of means, or of their parts."""
-        several = stack.accumulate * stack.microbatches > 1
-        over = stack.parts_of(a for a in stack.means if a != NODE)
-        if stack.each and stack.zero != 1:  # summed as they come
-            return owned / (over if stack.zero else 1)
+    def _gradient_bytes(self, stack: Stack, stage_params: float) -> float:
+        """Returns the bytes of gradients at the end of a backward.
+
+        They are whole, or this rank's shards if reduced as they come.
+        """
+        accumulates = stack.accumulate * stack.microbatches > 1
+        n_shards = stack.parts_of(a for a in stack.batch_axes if a != NODE)
+        if stack.reduces_each and stack.zero != 1:  # summed as they come
+            return stage_params / (n_shards if stack.zero else 1)
         size = size_in(stack.reduce or stack.compute)
-        if stack.zero in (2, 3) and not several:
-            return owned / over
-        return size * owned
+        if stack.zero in (2, 3) and not accumulates:
+            return stage_params / n_shards
+        return size * stage_params
 
-    def _offloading(self, stack: Stack) -> float:
-        """Seconds of what goes to the host and back, which is beside nothing."""
+    def _offload_seconds(self, stack: Stack) -> float:
+        """Returns the seconds of copies to the host and back, which overlap nothing."""
         if (host := self.hardware.stores.get("host")) is None:
             return 0.0
-        there = lowered(replace(stack, offload=()), self.params, self.moments)
-        moved = 2 * (there - lowered(stack, self.params, self.moments))
+        all_on_device = least_state_bytes(
+            replace(stack, offload=()), self.params, self.moments
+        )
+        moved = 2 * (
+            all_on_device - least_state_bytes(stack, self.params, self.moments)
+        )
         if "activations" in stack.offload:
-            moved += 2 * self.kept // math.prod(stack.parts_by_dim.values())
+            moved += 2 * self.saved // math.prod(stack.parts_by_dim.values())
         return moved / host[0]
 
-    def _within(self, stack: Stack, again: bool) -> float:
-        """Seconds of what units send over axes of layouts, which is waited for.
+    def _layout_seconds(self, stack: Stack, recomputes: bool) -> float:
+        """Returns the seconds of units' own collectives, over axes of layouts.
 
-        A backward sends as much as a forward does.
+        They are waited for at once. A backward sends as much as a forward does.
         """
-        over = dict(stack.split_over)
-        sizes, sent = self.sent.get(frozenset(over), ({}, {}))
+        layout_axes = dict(stack.split_over)
+        recorded_sizes, sent = self.sent.get(frozenset(layout_axes), ({}, {}))
         rows = stack.parts_of((DATA, NODE))
         passes = stack.accumulate * stack.microbatches
-        part, seconds = size_in(stack.compute) / (rows * passes), 0.0
+        share, seconds = size_in(stack.compute) / (rows * passes), 0.0
         for record, count in sent.items():
             ranks = _ranks(stack, record.axis)
-            then = math.prod(sizes[a] for a in record.axis)
-            now = (1 - 1 / len(ranks)) / (1 - 1 / then)  # of a ring
-            size = Fraction(int(record.bytes * part * now))
-            each = replace(record, bytes=size)
-            each = collective_seconds(each, ranks, self.hardware)
-            seconds += each * count * passes
-        return seconds * (3 if again else 2)
+            n_recorded = math.prod(recorded_sizes[a] for a in record.axis)
+            ring_scale = (1 - 1 / len(ranks)) / (1 - 1 / n_recorded)  # of a ring
+            size = Fraction(int(record.bytes * share * ring_scale))
+            scaled = replace(record, bytes=size)
+            seconds_each = collective_seconds(scaled, ranks, self.hardware)
+            seconds += seconds_each * count * passes
+        return seconds * (3 if recomputes else 2)
 
-    def _sending(self, stack: Stack) -> float:
-        """Seconds of the transfers of parameters and gradients, one after another."""
-        over = [(a, n) for a, n in stack.axes if a in stack.means and a != NODE]
-        count = math.prod(n for _, n in over)
-        if stack.zero is None or count == 1 or not self.hardware.levels:
+    def _transfer_seconds(self, stack: Stack) -> float:
+        """Returns the seconds of gathers and reductions by ``shard``, one by one."""
+        shard_axes = [
+            (a, n) for a, n in stack.axes if a in stack.batch_axes and a != NODE
+        ]
+        n_shards = math.prod(n for _, n in shard_axes)
+        if stack.zero is None or n_shards == 1 or not self.hardware.levels:
             return 0.0
-        parts = stack.accumulate * stack.microbatches if stack.zero == 3 else 1
-        parts = stack.accumulate if stack.schedule is None else parts
-        gathers = 2 * parts if stack.zero == 3 else 1
-        reductions = parts if stack.each else 1
+        n_parts = stack.accumulate * stack.microbatches if stack.zero == 3 else 1
+        n_parts = stack.accumulate if stack.schedule is None else n_parts
+        gathers = 2 * n_parts if stack.zero == 3 else 1
+        reductions = n_parts if stack.reduces_each else 1
         size = size_in(stack.compute)
-        owned = self.params / stack.parts_of({PIPE, *axes_of(stack.layouts)})
+        stage_params = self.params / stack.parts_of({PIPE, *axes_of(stack.layouts)})
         units = max(1, len(self.calls) // stack.parts_of((PIPE,)))
-        whole = size * owned / units
+        unit_bytes = size * stage_params / units
 
-        def each(op: str, axes: list[str], size: float) -> float:
+        def seconds_of_all(op: str, axes: list[str], size: float) -> float:
             ranks = _ranks(stack, axes)
-            sent = Fraction(int(size * (len(ranks) - 1) / len(ranks)))
-            record = Record(op, tuple(axes), sent, torch.float32)
+            sent_bytes = Fraction(int(size * (len(ranks) - 1) / len(ranks)))
+            record = Record(op, tuple(axes), sent_bytes, torch.float32)
             return collective_seconds(record, ranks, self.hardware) * units
 
-        found = each("psum_scatter", [a for a, _ in over], whole)
-        found *= gathers + reductions
-        if NODE in stack.means:
-            found += each("psum", [NODE], 2 * whole / (count if stack.zero else 1))
-        return found
+        seconds = seconds_of_all("psum_scatter", [a for a, _ in shard_axes], unit_bytes)
+        seconds *= gathers + reductions
+        if NODE in stack.batch_axes:
+            seconds += seconds_of_all(
+                "psum", [NODE], 2 * unit_bytes / (n_shards if stack.zero else 1)
+            )
+        return seconds
 
 
 def _ranks(stack: Stack, axes: Sequence[str]) -> list[int]:
-    """The ranks of the first group along these axes, in row-major order."""
-    step, spans = 1, []
+    """Returns the ranks of the first group along these axes, in row-major order."""
+    stride, offsets = 1, []
     for name, size in reversed(stack.axes):
-        spans.insert(0, range(0, size * step, step) if name in axes else (0,))
-        step *= size
-    return [sum(place) for place in itertools.product(*spans)]
+        offsets.insert(0, range(0, size * stride, stride) if name in axes else (0,))
+        stride *= size
+    return [sum(coordinates) for coordinates in itertools.product(*offsets)]

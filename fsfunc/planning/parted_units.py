@@ -1,15 +1,17 @@
 """Units that ``jit`` compiles, as a plan runs them: parted as the compiler parts them.
 
-The compiler makes a forward and a backward of a unit's function at once, and chooses
-what the one keeps for the other: the least, of which the rest is cheap to compute
-again. On tensors without data the same partition gives the same two graphs.
+The compiler traces a unit's function once, and parts the joint graph into a forward and
+a backward. It chooses what the forward saves: the least from which the backward can
+cheaply compute the rest again. A plan of the plain function would save what autograd
+does, which is more. So an `observer.Observer` runs a `_Parted` unit, which the same
+partitioner made, on fake tensors.
 
 Source: ``min_cut_rematerialization_partition`` of functorch.compile.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -23,30 +25,40 @@ from torch.overrides import TorchFunctionMode
 from fsfunc import _torch, tree
 from fsfunc.comm.attribution import warn
 from fsfunc.comm.backends.interrupts import reraising_interrupts
-from fsfunc.comm.mesh import maybe_here, set_here
+from fsfunc.comm.mesh import Mesh, maybe_here, set_here
 from fsfunc.core.execution_context import running
 from fsfunc.core.units import Call
 from fsfunc.planning.device_kernels import Kernels
 from fsfunc.sharded.leaf import is_sharded
 from fsfunc.transforms.rematerialization import saved_share
+from fsfunc.tree.structure import TreeDef
+from fsfunc.tree.types import Leaf, PyTree
 
 
 class PartedUnits:
     """The functions of compiled units in one plan, each traced once for its shapes.
 
     Args:
-        kernels: of the device, see ``device_kernels``.
+        kernels: makes contexts with the device's kernels, see ``device_kernels``.
     """
 
     def __init__(self, kernels: Kernels) -> None:
         self._kernels = kernels
-        self._made: dict[Any, _Parted | None] = {}
-        self._plain: dict[Any, Callable[..., Any]] = {}
+        # By unit, share, structure and shapes of the arguments; None: cannot be parted.
+        self._parted: dict[Hashable, _Parted | None] = {}
+        self._plain_functions: dict[Hashable, Callable[..., PyTree]] = {}
 
-    def of(self, call: Call, params: Any, inputs: Any, keywords: Any) -> Any:
-        """The function to run for a call on these arguments.
+    def function_for(
+        self,
+        call: Call,
+        params: PyTree,
+        inputs: tuple[PyTree, ...],
+        keywords: dict[str, PyTree],
+    ) -> Callable[..., PyTree]:
+        """Returns the function to run for a call on these arguments.
 
-        Where the compiler does not part it, or a recompute runs it twice, its own.
+        It is the unit's own if the compiler does not part it, or a recompute runs it
+        twice.
         """
         fn, compiler = call.unit.fn, call.frame.compiler
         if (
@@ -58,11 +70,12 @@ class PartedUnits:
         leaves, treedef = tree.flatten((params, inputs, keywords), is_sharded)
         if any(map(is_sharded, leaves)):
             return fn
-        first: dict[int, int] = {}
+        # Arguments that are the same tensor are one input of the compiled graph.
+        first_index: dict[int, int] = {}
         kinds = [
             (
                 *(x.shape, x.dtype, x.stride(), _torch.device_of(x)),
-                *(x.requires_grad, first.setdefault(id(x), i)),
+                *(x.requires_grad, first_index.setdefault(id(x), i)),
             )
             if isinstance(x, Tensor)
             else x
@@ -70,20 +83,26 @@ class PartedUnits:
         ]
         share = saved_share(call)
         key = call.unit, share, treedef, repr(kinds)
-        if key not in self._made:
-            self._made[key] = self._traced(call, share, leaves, treedef)
-        return self._made[key] or fn
+        if key not in self._parted:
+            self._parted[key] = self._trace_parted(call, share, leaves, treedef)
+        return self._parted[key] or fn
 
     @reraising_interrupts()
-    def _traced(
-        self, call: Call, share: float | None, leaves: list[Any], treedef: Any
+    def _trace_parted(
+        self, call: Call, share: float | None, leaves: list[Leaf], treedef: TreeDef
     ) -> _Parted | None:
-        kind, by = (call.unit, share), getattr(call.unit.fn, "compiled_by", None)
+        """Returns the parted function; warns, and returns None, if torch cannot."""
+        key, compiled_by = (
+            (call.unit, share),
+            getattr(call.unit.fn, "compiled_by", None),
+        )
         try:
-            if kind not in self._plain:  # a unit of a module says what is compiled
-                plain = call.unit.fn if by is None else by(lambda fn: fn)
-                self._plain[kind] = plain
-            found = _Parted(self._plain[kind], share, leaves, treedef)
+            # A unit of a module says itself which function of it is compiled.
+            if key not in self._plain_functions:
+                whole = compiled_by is None
+                plain = call.unit.fn if whole else compiled_by(lambda fn: fn)
+                self._plain_functions[key] = plain
+            parted = _Parted(self._plain_functions[key], share, leaves, treedef)
             with (
                 _torch.outside_modes(),
                 _torch.outside_function_modes(),
@@ -92,28 +111,34 @@ class PartedUnits:
                 _ComposedNorms(),
                 _alone(),
             ):
-                found.trace(leaves)
-            return found
+                parted.trace(leaves)
+            return parted
         except Exception as error:
-            first = str(error).partition("\n")[0]
-            warn(_WHOLE.format(call.name, first))
+            first_line = str(error).partition("\n")[0]
+            warn(_WHOLE.format(call.name, first_line))
             return None
 
 
 def _is_parted(call: Call) -> bool:
-    """True where a unit runs once, and its backward is the compiler's."""
-    plain = call.frame.composable or _torch.functorch_active()
-    return torch.is_grad_enabled() and not plain and running().run_unit_fn is None
+    """Returns whether a unit runs once, and its backward is the compiler's."""
+    runs_plainly = call.frame.composable or _torch.functorch_active()
+    return (
+        torch.is_grad_enabled() and not runs_plainly and running().run_unit_fn is None
+    )
 
 
 def _alone() -> AbstractContextManager[Any]:
-    """Inside, nothing is sent: no compiler takes a collective."""
-    at = maybe_here()
-    return nullcontext() if at is None else set_here(replace(at, link=_NoLink()))
+    """Returns a context in which a collective raises: no compiler takes one."""
+    place = maybe_here()
+    if place is None:
+        return nullcontext()
+    return set_here(replace(place, link=_NoLink()))
 
 
 class _NoLink:
-    def for_mesh(self, mesh: Any) -> Any:
+    """A link of no use: a unit that needs it is not parted."""
+
+    def for_mesh(self, mesh: Mesh) -> _NoLink:
         return self
 
     def __getattr__(self, name: str) -> Any:
@@ -121,9 +146,15 @@ class _NoLink:
 
 
 class _ComposedNorms(TorchFunctionMode):
-    """The compiler writes a norm as operators, whatever kernel a device has of it."""
+    """Runs norms as operators: so the compiler writes them, whatever the device has."""
 
-    def __torch_function__(self, func, types, args=(), kwargs=None):
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
         if func in (torch.rms_norm, F.rms_norm):
             with _torch.outside_function_modes():
                 return func(*args, **(kwargs or {}))
@@ -131,53 +162,72 @@ class _ComposedNorms(TorchFunctionMode):
 
 
 class _Parted:
-    """A unit's function, of arguments that look like these, as two graphs."""
+    """A unit's function as two graphs, for arguments of given shapes.
+
+    Args:
+        fn: the plain function.
+        share: how much the partitioner may save, see ``share_kept``; None: its choice.
+        leaves, treedef: arguments of such shapes, flattened.
+
+    Attributes:
+        run: the graphs, as a function of the tensors among the leaves.
+        output_structure: the structure of what ``fn`` returns, and in it what is no
+            tensor.
+    """
 
     def __init__(
         self,
-        fn: Callable[..., Any],
+        fn: Callable[..., PyTree],
         share: float | None,
-        leaves: Sequence[Any],
-        treedef: Any,
+        leaves: Sequence[Leaf],
+        treedef: TreeDef,
     ):
         from fsfunc._torch.partitions import partitioned  # slow to import
 
-        self.places = [i for i, x in enumerate(leaves) if isinstance(x, Tensor)]
+        self.tensor_indices = [i for i, x in enumerate(leaves) if isinstance(x, Tensor)]
         self.run = partitioned(partial(self._flat, fn, list(leaves), treedef), share)
-        self.out: Any = None  # the structure of what it returns, and what is no tensor
+        # Set by the first run: (structure, None for a tensor or (leaf,) for another).
+        self.output_structure: tuple[TreeDef, list[tuple[Leaf] | None]]
 
-    def trace(self, leaves: Sequence[Any]) -> None:
-        """Runs it once, forward and backward, on tensors of its own."""
-        made: dict[int, Tensor] = {}
-        for i in self.places:
+    def trace(self, leaves: Sequence[Leaf]) -> None:
+        """Runs it once, forward and backward, on tensors of its own.
+
+        The partitioner works when a graph first runs; it is to do so outside the plan.
+        """
+        copies: dict[int, Tensor] = {}
+        for i in self.tensor_indices:
             x = leaves[i]
-            if id(x) not in made:
-                made[id(x)] = torch.empty_like(x).requires_grad_(x.requires_grad)
-        out = self.run(*(made[id(leaves[i])] for i in self.places))
-        by = [x for x in made.values() if x.requires_grad]
-        out = [y for y in out if y.requires_grad]
-        if out and by:
-            ones = [torch.ones_like(y) for y in out]
-            torch.autograd.grad(out, by, ones, allow_unused=True)
+            if id(x) not in copies:
+                copies[id(x)] = torch.empty_like(x).requires_grad_(x.requires_grad)
+        outputs = self.run(*(copies[id(leaves[i])] for i in self.tensor_indices))
+        inputs = [x for x in copies.values() if x.requires_grad]
+        outputs = [y for y in outputs if y.requires_grad]
+        if outputs and inputs:
+            ones = [torch.ones_like(y) for y in outputs]
+            torch.autograd.grad(outputs, inputs, ones, allow_unused=True)
 
     def _flat(
-        self, fn: Callable[..., Any], leaves: list[Any], treedef: Any, *given: Tensor
+        self,
+        fn: Callable[..., Any],
+        leaves: list[Leaf],
+        treedef: TreeDef,
+        *tensors: Tensor,
     ) -> list[Tensor]:
         leaves = list(leaves)
-        for i, x in zip(self.places, given, strict=True):
+        for i, x in zip(self.tensor_indices, tensors, strict=True):
             leaves[i] = x
         params, inputs, keywords = tree.unflatten(treedef, leaves)
         values, outdef = tree.flatten(fn(params, *inputs, **keywords))
-        tensors = [x for x in values if isinstance(x, Tensor)]
+        output_tensors = [x for x in values if isinstance(x, Tensor)]
         others = [None if isinstance(x, Tensor) else (x,) for x in values]
-        self.out = outdef, others
-        return tensors
+        self.output_structure = outdef, others
+        return output_tensors
 
-    def __call__(self, params: Any, *inputs: Any, **keywords: Any) -> Any:
+    def __call__(self, params: PyTree, *inputs: PyTree, **keywords: PyTree) -> PyTree:
         leaves = tree.leaves((params, inputs, keywords))
-        made = iter(self.run(*(leaves[i] for i in self.places)))
-        outdef, others = self.out
-        values = [next(made) if x is None else x[0] for x in others]
+        output_tensors = iter(self.run(*(leaves[i] for i in self.tensor_indices)))
+        outdef, others = self.output_structure
+        values = [next(output_tensors) if x is None else x[0] for x in others]
         return tree.unflatten(outdef, values)
 
 

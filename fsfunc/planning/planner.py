@@ -235,7 +235,7 @@ def _run_step(
                     observer.count_as(leaf.kind, tensors)
         book = observer.book
         book.close()  # what is freed from here on is no part of the step
-    events = observer.chains.whole(book.events) if observer.compiled else book.events
+    events = observer.chains.merged(book.events) if observer.compiled else book.events
     rank_plan = RankPlan(
         place.rank, 1, place.mesh.coordinates(place.rank), events, book.kinds,
         leaves, log.records, observer.calls, observer.derived, book.turns,
@@ -332,6 +332,10 @@ class PlannedLink(AbstractLink):
         count: the number of transfers so far, from which they have their numbers.
         in_flight: the handles that are still alive.
     """
+
+    observer: Observer
+    log: Ledger
+    count: int
 
     def __init__(self, rank: int, observer: Observer, log: Ledger):
         super().__init__(rank)

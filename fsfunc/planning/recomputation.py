@@ -1,20 +1,25 @@
 """``recompute_points``: choose unit calls to recompute, for memory or time.
 
-A call that is kept holds its activations from its forward to its backward. A run of
-calls that is recomputed holds its output alone, and all of its activations while it is
-computed: in the forward, and again when its backward comes.
+A call that is not recomputed saves its activations from its forward to its backward. A
+run of calls that is recomputed together saves its output alone, and holds all of its
+activations only while it runs: in the forward, and again before its backward. So many
+short runs save many outputs, and a long run holds much while it is recomputed::
+
+    calls      0 1 2 | 3 4 5 | 6 7 8      segments=3
+    saved          2       5       8      outputs of runs, until their backward
+    recomputed             3 4 5          activations of the one run under way
 """
 
 from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from fsfunc.comm.tracebacks import api_boundary
-from fsfunc.tracing.programs import Program, Spec
+from fsfunc.tracing.programs import Program, Spec, TracedCall
 
 Number = int | float
 
@@ -25,10 +30,10 @@ class Points:
 
     Args:
         runs: (first, one past the last) call of each run, in order; a call in none of
-            them is kept.
-        peak: bytes held at the fullest moment, in the unit of ``activations``.
-        seconds: that are computed again, in the unit of ``seconds``.
-        names: of all calls, where a program was given.
+            them is not recomputed.
+        peak: the bytes at the fullest moment, in the unit of ``activations``.
+        seconds: the time that is computed again, in the unit of ``seconds``.
+        names: the names of all calls, if a program was given.
     """
 
     runs: tuple[tuple[int, int], ...]
@@ -67,23 +72,24 @@ def recompute_points(
     seconds: Sequence[Number] | None = None,
     longest: int | None = None,
 ) -> Points:
-    """The runs of unit calls to recompute: for the least memory, or the least time.
+    """Returns the runs of unit calls to recompute, for the least memory or time.
 
     ``segments=k``: every call is recomputed, in at most k runs, such that the peak is
-    least. With ``kept`` all 0, as by default, it is the largest sum of activations of
-    a run: FairScale's ``find_best_reset_points``.
+    least. With ``kept`` all 0, as by default, the peak is the largest sum of
+    activations of a run: FairScale's ``find_best_reset_points``.
 
-    ``bound=b``: the peak stays within b, and what is recomputed takes least time; of
-    equals, the least peak. Any call may also be kept.
+    ``bound=b``: the peak stays within b, and what is recomputed takes the least time;
+    of equals, the least peak. Any call may also be left out of the runs.
 
-    The peak is the largest of: what calls before hold, and a run's activations; what
-    all hold at the end. (A kept call holds ``activations``, a run ``kept`` of its last
-    call.) Parameters, gradients and the batch are not in it.
+    The peak is the largest of: a run's activations, with what the calls before it
+    saved; and what all calls have saved at the end. (A call in no run saves its
+    ``activations``, a run the ``kept`` of its last call.) Parameters, gradients and the
+    batch are not in it.
 
     Args:
-        activations: bytes that each call keeps for its backward, its output included.
-            Or ``program(loss_fn, params, batch)``, from which all lists then come.
-        kept: bytes of each call's output; by default 0.
+        activations: the bytes that each call saves for its backward, with its output.
+            Or ``program(loss_fn, params, batch)``, from which all lists are then taken.
+        kept: the bytes of each call's output; by default 0.
         segments, bound: one of them.
         seconds: of each call's forward, in any unit; by default 1, of a program its
             FLOPs.
@@ -97,7 +103,7 @@ def recompute_points(
     Raises:
         ValueError: lists of different lengths, negative or infinite numbers, both of
             ``segments`` and ``bound`` or neither, more than ``longest`` allows; a bound
-            that nothing keeps: says what would.
+            that no choice keeps to, with the least that there is.
 
     Cost: O(n^2 k) for segments. For a bound O(n^2 s), s the number of different best
     pairs of peak and time, about n where calls are alike (in general it is a knapsack).
@@ -117,7 +123,7 @@ def recompute_points(
         if kept is not None:
             raise ValueError("kept comes from the program: leave it out")
         names = tuple(call.name for call in calls)
-        kept = [_output(call) for call in calls]
+        kept = [_output_bytes(call) for call in calls]
         seconds = [call.flops for call in calls] if seconds is None else seconds
         activations = [call.activations for call in calls]
     sizes = list(activations)
@@ -134,35 +140,43 @@ def recompute_points(
     if (segments is None) == (bound is None):
         raise ValueError("give one of segments= and bound=: they are two questions")
     if bound is None:
-        return _fewest(chain, segments, names)
-    return _within(chain, bound, names)
+        return _least_peak(chain, segments, names)
+    return _least_time(chain, bound, names)
 
 
 class _Chain(NamedTuple):
+    """The calls, one after another: bytes saved, bytes of outputs, seconds of each.
+
+    Args:
+        longest: the most calls that a run may have.
+    """
+
     sizes: list[Number]
-    kept: list[Number]
+    output_sizes: list[Number]
     seconds: list[Number]
     longest: int
 
 
-def _checked(what: str, values: Sequence[Number], n: int) -> list[Number]:
+def _checked(name: str, values: Sequence[Number], n: int) -> list[Number]:
     if len(values) != n:
-        raise ValueError(f"{what} has {len(values)} numbers for {n} calls")
+        raise ValueError(f"{name} has {len(values)} numbers for {n} calls")
     for i, value in enumerate(values):
         if not (math.isfinite(value) and value >= 0):
-            raise ValueError(f"{what}[{i}] = {value!r}: it is finite and not below 0")
+            raise ValueError(f"{name}[{i}] = {value!r}: it is finite and not below 0")
     return list(values)
 
 
-def _output(call: Any) -> int:
+def _output_bytes(call: TracedCall) -> int:
     return sum(x.nbytes for x in call.outputs.leaves if isinstance(x, Spec))
 
 
-# All is read from the end: what comes after adds to what is held before it.
+# Both searches go from the last call to the first. While later calls run, earlier ones
+# hold what they saved: so the peak of a first run and of what follows it is
+# max(the run's activations, its output + the peak of the rest), whatever came before.
 
 
-def _fewest(chain: _Chain, segments: Any, names: tuple[str, ...]) -> Points:
-    """Everything recomputed, in at most ``segments`` runs: the least peak."""
+def _least_peak(chain: _Chain, segments: int | None, names: tuple[str, ...]) -> Points:
+    """Returns the least peak if everything is recomputed, in ``segments`` runs."""
     n = len(chain.sizes)
     if not isinstance(segments, int) or isinstance(segments, bool) or segments < 1:
         raise ValueError(f"segments={segments!r}: there is at least one")
@@ -171,41 +185,49 @@ def _fewest(chain: _Chain, segments: Any, names: tuple[str, ...]) -> Points:
             f"{segments} segments of at most {chain.longest} calls do not hold {n}: "
             f"give {math.ceil(n / chain.longest)} segments or more"
         )
-    # least[i]: of the calls from i on, in as many runs as the round says.
+    # least[i]: the least peak of the calls from i on, in at most so many runs as rounds
+    # of the loop; steps: by round and i, where the first of these runs ends.
     least: list[Number] = [math.inf] * n + [0]
     steps: list[list[int]] = []
     for _ in range(min(segments, n)):
-        new: list[Number] = [math.inf] * n + [0]
-        step = [0] * n
+        next_least: list[Number] = [math.inf] * n + [0]
+        run_ends = [0] * n
         for i in range(n):
             total: Number = 0
             for j in range(i, min(n, i + chain.longest)):
                 total += chain.sizes[j]
-                peak = max(total, chain.kept[j] + least[j + 1])
-                if peak < new[i]:
-                    new[i], step[i] = peak, j + 1
-        steps.append(step)
-        least = new
+                peak = max(total, chain.output_sizes[j] + least[j + 1])
+                if peak < next_least[i]:
+                    next_least[i], run_ends[i] = peak, j + 1
+        steps.append(run_ends)
+        least = next_least
     runs, i = [], 0
-    for step in reversed(steps):
+    for run_ends in reversed(steps):
         if i < n:
-            runs.append((i, step[i]))
-            i = step[i]
+            runs.append((i, run_ends[i]))
+            i = run_ends[i]
     return Points(tuple(runs), least[0], sum(chain.seconds), names)
 
 
 class _Way(NamedTuple):
-    """A choice for the calls from some number on: the peak, the time, the first run."""
+    """A choice for the calls from some number on.
+
+    Args:
+        peak, seconds: what it costs.
+        stop: one past the last call of its first run.
+        is_recomputed: whether that run is recomputed.
+        rest: the choice for the calls from ``stop`` on.
+    """
 
     peak: Number
     seconds: Number
-    stop: int  # of the first run
-    again: bool  # whether it is recomputed
+    stop: int
+    is_recomputed: bool
     rest: _Way | None
 
 
-def _within(chain: _Chain, bound: Number, names: tuple[str, ...]) -> Points:
-    """The least time that keeps the bound."""
+def _least_time(chain: _Chain, bound: Number, names: tuple[str, ...]) -> Points:
+    """Returns the choice of the least time that keeps to the bound."""
     ways = _ways(chain, bound)
     if not ways:
         least = _ways(chain, math.inf)[0]
@@ -216,39 +238,44 @@ def _within(chain: _Chain, bound: Number, names: tuple[str, ...]) -> Points:
     best = ways[-1]
     runs, start, way = [], 0, best
     while way is not None and start < len(chain.sizes):
-        if way.again:
+        if way.is_recomputed:
             runs.append((start, way.stop))
         start, way = way.stop, way.rest
     return Points(tuple(runs), best.peak, best.seconds, names)
 
 
 def _ways(chain: _Chain, bound: Number) -> list[_Way]:
-    """All best pairs of peak and time within the bound, by growing peak."""
+    """Returns all best pairs of peak and time within the bound, by growing peak."""
     n = len(chain.sizes)
     fronts: list[list[_Way]] = [[] for _ in range(n)] + [[_Way(0, 0, n, False, None)]]
     for i in reversed(range(n)):
-        found = []
-        for rest in fronts[i + 1]:
-            peak = chain.sizes[i] + rest.peak
-            found.append(_Way(peak, rest.seconds, i + 1, False, rest))
-        total, again = 0, 0
+        ways = []
+        for later in fronts[i + 1]:
+            peak = chain.sizes[i] + later.peak
+            ways.append(_Way(peak, later.seconds, i + 1, False, later))
+        total, recomputed_seconds = 0, 0
         for j in range(i, min(n, i + chain.longest)):
             total += chain.sizes[j]
-            again += chain.seconds[j]
+            recomputed_seconds += chain.seconds[j]
             if total > bound:
                 break
-            # Of ways that the run itself outweighs, only the fastest counts.
-            after = fronts[j + 1]
-            first = bisect_left(after, total - chain.kept[j], key=lambda w: w.peak)
-            for rest in after[max(0, first - 1) :]:
-                peak = max(total, chain.kept[j] + rest.peak)
-                found.append(_Way(peak, again + rest.seconds, j + 1, True, rest))
-        fronts[i] = _front(way for way in found if way.peak <= bound)
+            # Of ways whose peak is below the run's own, all give that peak: only the
+            # fastest counts.
+            later_ways = fronts[j + 1]
+            first = bisect_left(
+                later_ways, total - chain.output_sizes[j], key=lambda w: w.peak
+            )
+            for later in later_ways[max(0, first - 1) :]:
+                peak = max(total, chain.output_sizes[j] + later.peak)
+                ways.append(
+                    _Way(peak, recomputed_seconds + later.seconds, j + 1, True, later)
+                )
+        fronts[i] = _front(way for way in ways if way.peak <= bound)
     return fronts[0]
 
 
-def _front(ways: Any) -> list[_Way]:
-    """Those that no other beats in peak and time, by growing peak."""
+def _front(ways: Iterable[_Way]) -> list[_Way]:
+    """Returns the ways that no other beats in peak and time, by growing peak."""
     best: list[_Way] = []
     for way in sorted(ways, key=lambda w: (w.peak, w.seconds)):
         if not best or way.seconds < best[-1].seconds:

@@ -99,13 +99,19 @@ class _Reference(NamedTuple):
     other_fields: Any
 
 
+class NumberedTransfer(Protocol):
+    """A transfer under way, whose number a round changes."""
+
+    number: int
+
+
 class RoundsLink(Protocol):
     """A `planner.PlannedLink`, as far as rounds read and write it."""
 
     log: Ledger
     count: int
 
-    def under_way(self) -> list[Any]: ...
+    def under_way(self) -> Sequence[NumberedTransfer]: ...
 
 
 class RoundsBook(Protocol):
@@ -155,6 +161,10 @@ class Rounds:
         last_mark: the plan's state when the last round was over.
         kinds_from: pairs of storages of which the first is told its kind by the second.
     """
+
+    observer: RoundsObserver
+    link: RoundsLink
+    book: RoundsBook
 
     def __init__(self, observer: RoundsObserver, link: RoundsLink, infix: str = ""):
         self.infix = infix
@@ -377,7 +387,7 @@ class _RoundAgain:
         self.rounds, self.book, self.link = rounds, rounds.book, rounds.link
         self.mark_after, self.is_closed = after, True
         self.next_storage = dict(zip(before.carried, after.carried, strict=True))
-        self.latest_storage: dict[Any, Any] = dict(self.next_storage)
+        self.latest_storage: dict[int | None, Any] = dict(self.next_storage)
         sections = rounds.sections[before.section : after.section]
         self.in_flight = before.in_flight | {section.microbatch for section in sections}
         ends = [*sections[1:], after.end]
@@ -412,7 +422,8 @@ class _RoundAgain:
             shift: how much later.
         """
         book, log, rounds = self.book, self.link.log, self.rounds
-        starts: dict[Any, int] = {}  # by owner, the first number of its later section
+        # By owner, the first number of its section in the later round.
+        starts: dict[tuple[Hashable, int, str], int] = {}
         for section, end, references in self.parts:
             later_start = rounds.begin(section.kind, section.microbatch + shift)
             for i in range(section.storages, end.storages):
@@ -451,8 +462,7 @@ class _RoundAgain:
                     record = record_of.get(id(record))
                     events[index] = Started(first_number + number, part, ranks, record)
                 else:
-                    numbered = (first_number + number, *other_fields)
-                    events[index] = event(*numbered)
+                    events[index] = event(first_number + number, *other_fields)  # type: ignore
             book.events += events
         self.latest_storage = {
             a: self.latest_storage[b]
@@ -493,6 +503,7 @@ class _RoundAgain:
                     for n in made
                 ]  # fmt: skip
         staying = set(map(numbers.get, done.lasting))
+        # By storage now, the one that the last noted round leaves in its place.
         final_number: dict[Any, int] = {
             b: self.latest_storage[a] for a, b in self.next_storage.items()
         }

@@ -1,4 +1,8 @@
-"""``Search``: all that a search of stacks found, and the best of it."""
+"""``Search``: all that a search of stacks found, and the best of it.
+
+`stack_search.search` returns it. It is a sequence of the Pareto front's choices, and
+prints as their table.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +10,7 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import overload
 
 from fsfunc.planning.stacks import Choice, Skipped
 from fsfunc.printing.tables import Printed, Table, of_bytes, of_seconds
@@ -14,12 +18,12 @@ from fsfunc.printing.tables import Printed, Table, of_bytes, of_seconds
 
 @dataclass(frozen=True, repr=False)
 class Search(Printed, Sequence[Choice]):
-    """The Pareto front of step time and memory, fastest first; and all there was.
+    """The Pareto front of step time and memory, fastest first; and all that was tried.
 
     Args:
-        front: of two, the slower one holds less; all fit.
-        tried: all that were planned, in the order of trial.
-        skipped: all that were not, and why.
+        front: the choices that fit and are best; of two, the slower one holds less.
+        tried: all choices that were planned, in the order of trial.
+        skipped: all stacks that were not planned, and why.
         memory: the bytes that a rank may hold.
     """
 
@@ -31,73 +35,80 @@ class Search(Printed, Sequence[Choice]):
     def __len__(self) -> int:
         return len(self.front)
 
-    def __getitem__(self, index: Any) -> Any:
+    @overload
+    def __getitem__(self, index: int) -> Choice: ...
+    @overload
+    def __getitem__(self, index: slice) -> tuple[Choice, ...]: ...
+    def __getitem__(self, index: int | slice) -> Choice | tuple[Choice, ...]:
         return self.front[index]
 
     @property
     def best(self) -> Choice:
-        """The fastest that fits: of those that ran, if any did."""
+        """The fastest choice that fits; if some ran, the fastest of those."""
+        # The estimate is only trusted among choices that did not run.
         ran = [c for c in self.tried if c.measured is not None]
         return min(ran, key=lambda c: c.measured or 0.0) if ran else self.front[0]
 
     def with_times(self, times: Mapping[Choice, float]) -> Search:
-        """The same, with the measured seconds of a step of some choices."""
+        """Returns the same search with the measured seconds of some choices."""
 
-        def one(c: Choice) -> Choice:
+        def with_time(c: Choice) -> Choice:
             return replace(c, measured=times.get(c))
 
         return replace(
-            self, front=tuple(map(one, self.front)), tried=tuple(map(one, self.tried))
+            self,
+            front=tuple(map(with_time, self.front)),
+            tried=tuple(map(with_time, self.tried)),
         )
 
     @property
     def ranked(self) -> list[Choice]:
-        """All that fit, fastest first; of equal ones, the smallest."""
+        """All choices that fit, fastest first; of equally fast ones, the smallest."""
         return sorted((c for c in self.tried if c.fits), key=_order)
 
     @property
     def ties(self) -> list[Choice]:
-        """Those that fit and are slower than the best by less than its band is wide."""
-        first = self.front[0]
-        bound = first.seconds * math.exp(first.width)
-        return [c for c in self.ranked if c != first and c.seconds <= bound]
+        """Choices that fit and are slower than the best by less than its band."""
+        fastest = self.front[0]
+        bound = fastest.seconds * math.exp(fastest.width)
+        return [c for c in self.ranked if c != fastest and c.seconds <= bound]
 
     def rows(self) -> list[tuple[str, ...]]:
-        """Of the front: step time, of it exposed and bubble, peak, mesh, transforms."""
-        found = []
+        """Returns rows of the front: time, exposed, bubble, peak, mesh, transforms."""
+        rows = []
         for c in self.front:
             mesh, _, transforms = str(c.stack).partition(": ")
             times = map(of_seconds, (c.seconds, c.exposed, c.bubble))
-            found.append((*times, of_bytes(c.peak_bytes), mesh, transforms))
-        return found
+            rows.append((*times, of_bytes(c.peak_bytes), mesh, transforms))
+        return rows
 
     def table(self) -> str:
-        """The front as text, and below it what was tried and skipped."""
+        """Returns the front as text, and below it what was tried and skipped."""
         return self.text()
 
     def pieces(self, width: int | None) -> list[Table | str]:
         return [Table("", HEAD, self.rows(), most=len(self)), *self._notes()]
 
     def _notes(self) -> list[str]:
-        fit = sum(c.fits for c in self.tried)
+        n_fit = sum(c.fits for c in self.tried)
         lines = [
-            f"{len(self.tried)} stacks planned, of which {fit} fit in "
+            f"{len(self.tried)} stacks planned, of which {n_fit} fit in "
             f"{of_bytes(self.memory)}; {len(self.skipped)} skipped"
         ]
         if ties := self.ties:
-            first = self.front[0]
-            apart = max(c.seconds for c in ties) / first.seconds - 1
+            fastest = self.front[0]
+            slower_by = max(c.seconds for c in ties) / fastest.seconds - 1
             lines.append(
                 f"{len(ties)} more tie with the fastest: they are slower by at most "
-                f"{apart:.1%}, and the estimate may be off by "
-                f"{math.expm1(first.width):.0%}"
+                f"{slower_by:.1%}, and the estimate may be off by "
+                f"{math.expm1(fastest.width):.0%}"
             )
         for c in sorted(self.tried, key=lambda c: c.measured or 0.0):
             if c.measured is not None:
-                said = f"{of_seconds(c.measured)} measured, {of_seconds(c.seconds)}"
-                lines.append(f"{said} estimated: {c.stack}")
-        whys = Counter(HEAVY if s.least else s.why for s in self.skipped)
-        lines += [f"  {n}: {why}" for why, n in whys.most_common()]
+                times = f"{of_seconds(c.measured)} measured, {of_seconds(c.seconds)}"
+                lines.append(f"{times} estimated: {c.stack}")
+        reasons = Counter(HEAVY if s.least_bytes else s.reason for s in self.skipped)
+        lines += [f"  {n}: {reason}" for reason, n in reasons.most_common()]
         return lines
 
     def __repr__(self) -> str:
@@ -107,11 +118,11 @@ class Search(Printed, Sequence[Choice]):
 
 
 HEAD = (">step", ">exposed", ">bubble", ">peak", "<mesh", "<transforms")
-HEAVY = "parameters and moments alone are too large"
+HEAVY = "parameters and moments alone are too large"  # one line for all of them
 
 
 def front_of(choices: Iterable[Choice]) -> list[Choice]:
-    """The Pareto front: sorted by time, each smaller than all that are faster."""
+    """Returns the Pareto front: by time, each smaller than all that are faster."""
     front: list[Choice] = []
     for choice in sorted(choices, key=_order):
         if not front or choice.peak_bytes < front[-1].peak_bytes:

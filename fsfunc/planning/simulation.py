@@ -1,17 +1,23 @@
-"""Simulation of a plan: start and end of all that every rank does.
+"""Simulation of a plan: when each rank computes, sends and waits.
 
-Every rank that was planned has a stream that computes. Collectives run on streams
-beside it, one for each group of ranks; messages on one for each pair of ranks and
-direction. What comes out is the largest of sums of costs, so it does not depend on the
-order in which ranks are looked at, and nothing gets earlier where a cost grows.
+`estimation.estimate` calls `play_through`. Each planned rank is a generator of the
+`pipelining.player.Player`, which goes through its events: an operator moves the rank's
+clock on, a collective starts when the last rank of its group has come, a wait moves
+the clock to the end of what it waits for::
+
+    rank 0  compute   ██ mm ██ mm ██ ▒ waits ▒██ mm ██
+            "data"       ████ all_gather ████        one stream for each group of ranks
+
+Each end is a maximum of sums of costs. So the result does not depend on the order in
+which ranks are played, and no end gets earlier if a cost grows.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from fsfunc.comm.backends.baton import Deadlock
 from fsfunc.comm.backends.link import CollectiveMismatch
@@ -23,77 +29,101 @@ from fsfunc.planning.plans import Plan, RankPlan
 
 
 class Party(NamedTuple):
-    """A rank's side of a transfer."""
+    """A rank's side of a transfer: ``part`` is "issued", "sent" or "asked for"."""
 
     rank: int
-    did: str  # "issued", "sent" or "asked for"
+    part: str
 
 
 @dataclass(eq=False)
 class Rendezvous:
-    """One collective, or one message, from its first mention to its end."""
+    """One collective or message, from when the first party comes to its end.
+
+    Args:
+        stream: on which it runs.
+        number: its place there.
+        kind: the collective's operation, or "message".
+        arrived: the parties that have come, each with its span, without times.
+        last_arrival: when the last party came, in seconds.
+        duration: how long it takes, by the party that says most.
+        start, end: when it runs; None until all parties have come.
+    """
 
     stream: Stream
     number: int
-    what: str
-    arrived: dict[Party, Any] = field(default_factory=dict)  # spans without times
-    met: float = 0.0  # when the last party came
-    length: float = 0.0
+    kind: str
+    arrived: dict[Party, Span] = field(default_factory=dict)
+    last_arrival: float = 0.0
+    duration: float = 0.0
     start: float = 0.0
     end: float | None = None
 
 
 class Stream:
-    """A stream between parties that meet in order: the n-th call of each is one."""
+    """The transfers between some parties, one after another.
+
+    The n-th call of each party belongs to the n-th transfer, as collectives are matched
+    by their order.
+    """
+
+    parties: frozenset[Party]
+    label: str
+    is_message: bool
 
     def __init__(self, parties: frozenset[Party], label: str, is_message: bool):
         self.parties, self.label, self.is_message = parties, label, is_message
         self.transfers: list[Rendezvous] = []
         self.counts: dict[Party, int] = defaultdict(int)
-        self.free = 0.0
+        self.free_at: float = 0.0
 
-    def come(
+    def arrive(
         self,
         party: Party,
-        what: str,
+        kind: str,
         time: float,
-        length: float,
-        span: Any,
+        duration: float,
+        span: Span,
     ) -> Rendezvous:
-        """The next one of ``party``, which issues it now."""
+        """Returns the next transfer of ``party``, which comes to it at ``time``."""
         number = self.counts[party]
         self.counts[party] += 1
         if number == len(self.transfers):
-            self.transfers.append(Rendezvous(self, number, what))
+            self.transfers.append(Rendezvous(self, number, kind))
         transfer = self.transfers[number]
-        if transfer.what != what:
+        if transfer.kind != kind:
             others = ", ".join(str(p.rank) for p in transfer.arrived)
             raise CollectiveMismatch(
-                f"call {number} {self.label} is a {what} of rank {party.rank} but a "
-                f"{transfer.what} of rank {others}: all ranks of a group issue their "
+                f"call {number} {self.label} is a {kind} of rank {party.rank} but a "
+                f"{transfer.kind} of rank {others}: all ranks of a group issue their "
                 "collectives in one order"
             )
+        # The receiver of a message does not know how long it takes: its sender does.
         transfer.arrived[party] = span
-        transfer.met = max(transfer.met, time)
-        transfer.length = max(transfer.length, length)
+        transfer.last_arrival = max(transfer.last_arrival, time)
+        transfer.duration = max(transfer.duration, duration)
         if len(transfer.arrived) == len(self.parties):
-            transfer.start = max(transfer.met, self.free)
-            transfer.end = self.free = transfer.start + transfer.length
+            transfer.start = max(transfer.last_arrival, self.free_at)
+            transfer.end = self.free_at = transfer.start + transfer.duration
         return transfer
 
 
 COMPUTE = "compute"
-EXPOSED, BUBBLE = "exposed", "bubble"  # phases of spans in which a rank waits
+# Phases of spans in which a rank waits: for a transfer that runs, for another rank.
+EXPOSED, BUBBLE = "exposed", "bubble"
 
 
 class Span(NamedTuple):
     """An interval of a rank's stream, from ``start`` to ``end`` in seconds.
 
-    On the stream ``compute``, all that a unit (or, where ``unit`` is "", nothing that
-    has a name) runs in one phase without a wait in between; on a stream named after
-    axes, a collective; on ``to 3`` and ``from 3``, a message. ``turn``: the microbatch
-    that the rank is at, ``F3`` of a pipeline's schedule, ``F3@5`` of stage 5 where it
-    has several, ``m3`` of ``accumulate``. ``bytes``: that it sends.
+    Args:
+        stream: ``compute``; the axes of a collective, joined by commas; ``to 3`` or
+            ``from 3`` of a message.
+        name: of the unit, the collective, "send" or "receive".
+        unit: the unit that runs or communicates; "" for none. On ``compute`` a span is
+            all that it runs in one phase without a wait in between.
+        turn: the microbatch that the rank is at: ``F3`` of a pipeline's schedule,
+            ``F3@5`` of stage 5 if it has several, ``m3`` of ``accumulate``.
+        bytes: how much it sends.
     """
 
     rank: int
@@ -112,13 +142,14 @@ class RankTimes:
     """The time of one rank in four parts, which add up to that of the step.
 
     Args:
-        rank, alike: the one that was planned, and how many it stands for.
-        compute: seconds in which it computes.
-        exposed: in which it only waits for collectives in flight, and what
+        rank: the rank that was planned.
+        alike: how many ranks it stands for.
+        compute: the seconds in which it computes.
+        exposed: those in which it only waits for collectives in flight, and those that
             transfers take from its computing.
-        bubble: in which it waits for messages, or for a rank that runs another
-            program to come to a collective.
-        idle: from its own end to that of the last rank.
+        bubble: those in which it waits for messages, or for a rank with another program
+            to come to a collective.
+        idle: those from its own end to that of the last rank.
     """
 
     rank: int
@@ -132,8 +163,11 @@ class RankTimes:
 class Played(NamedTuple):
     """A plan played through: seconds until all is over, and where they went.
 
-    ``costs``: seconds of each distinct operator; ``waits``: spans in which a rank
-    computes nothing, with the name and the unit of the transfer that it waits for.
+    Args:
+        spans: what each stream of each rank does.
+        costs: the seconds of each distinct operator.
+        waits: the spans in which a rank computes nothing, with the name and the unit of
+            the transfer that it waits for.
     """
 
     seconds: float
@@ -144,73 +178,89 @@ class Played(NamedTuple):
 
 
 class _RankRun:
-    """One planned rank on its way through its events."""
+    """One planned rank on its way through its events.
+
+    Attributes:
+        event_number: the event that it is at.
+        clock: its time; ``compute``, ``exposed`` and ``bubble`` are where that went.
+        launched_at: when the host had launched the last operator.
+        pending: by number, transfers that it started and has not waited for.
+        finished: the numbers of those that it has waited for.
+        turn: the label of the microbatch that it is at.
+    """
 
     def __init__(self, plan: RankPlan):
-        self.plan, self.rank, self.at = plan, plan.rank, 0
+        self.plan, self.rank, self.event_number = plan, plan.rank, 0
         self.clock = self.compute = self.exposed = self.bubble = 0.0
-        self.host = 0.0  # when the host has launched the last operator
-        self.pending: dict[int, Rendezvous] = {}  # issued and not yet waited for
-        self.over: set[int] = set()
+        self.launched_at = 0.0
+        self.pending: dict[int, Rendezvous] = {}
+        self.finished: set[int] = set()
         self.spans: list[Span] = []
         self.waits: list[Span] = []
         self.turn = ""
-        self._what, self._start, self._end = ("", "", ""), 0.0, 0.0
+        self._label, self._span_start, self._span_end = ("", "", ""), 0.0, 0.0
 
     def work(self, seconds: float, unit: str, phase: str) -> None:
-        """Computes: a part of the last span, where nothing has come in between."""
+        """Computes for some seconds: in the last span, if nothing came in between."""
         start = self.clock
         self.clock += seconds
         self.compute += seconds
-        what = (unit, phase, self.turn)
-        if start != self._end or what != self._what:
-            self.rest()
-            self._what, self._start = what, start
-        self._end = self.clock
+        label = (unit, phase, self.turn)
+        if start != self._span_end or label != self._label:
+            self.end_span()
+            self._label, self._span_start = label, start
+        self._span_end = self.clock
 
     def launch(self, seconds: float, overhead: float, unit: str, phase: str) -> None:
-        """Computes what the host launches ahead: it is over no sooner than launched."""
-        self.host += overhead
-        self.work(max(seconds, self.host - self.clock), unit, phase)
+        """Computes what the host launches ahead, but not before it is launched."""
+        self.launched_at += overhead
+        self.work(max(seconds, self.launched_at - self.clock), unit, phase)
 
-    def rest(self) -> None:
-        """Ends the span of what was computed since the last rest."""
-        if self._end > self._start:
-            unit, phase, turn = self._what
-            what, times = (unit or phase, unit, phase), (self._start, self._end)
-            self.spans.append(Span(self.plan.rank, COMPUTE, *what, *times, turn))
+    def end_span(self) -> None:
+        """Ends the span of what was computed last."""
+        if self._span_end > self._span_start:
+            unit, phase, turn = self._label
+            name, times = unit or phase, (self._span_start, self._span_end)
+            self.spans.append(
+                Span(self.plan.rank, COMPUTE, name, unit, phase, *times, turn)
+            )
 
     def wait(self, number: int, overlap: float) -> None:
-        """Goes on when a transfer is over and what it took is made up for."""
+        """Waits for a transfer, and makes up for what it took from computing.
+
+        Args:
+            overlap: the share of the transfer's time that goes on beside computing.
+        """
         transfer = self.pending.pop(number, None)
         if transfer is None:
-            if number in self.over:
+            if number in self.finished:  # a handle may be waited for twice
                 return
             raise ValueError(
                 f"rank {self.plan.rank} waits for number {number}, which it has not "
-                f"started before event {self.at}"
+                f"started before event {self.event_number}"
             )
-        self.over.add(number)
-        begun, end = self.clock, transfer.end or 0.0
-        self.clock = max(begun + transfer.length * (1 - overlap), end)
-        # Until the others came it was theirs to be late, and a message's whole way.
-        late = end if transfer.stream.is_message else transfer.met
-        bubble = max(late - begun, 0.0)
+        self.finished.add(number)
+        began, end = self.clock, transfer.end or 0.0
+        self.clock = max(began + transfer.duration * (1 - overlap), end)
+        # Time until the others came is a bubble, as is all the time of a message; the
+        # rest is exposed communication.
+        others_late = end if transfer.stream.is_message else transfer.last_arrival
+        bubble = max(others_late - began, 0.0)
         self.bubble += bubble
-        self.exposed += self.clock - begun - bubble
-        for_it = next(s for p, s in transfer.arrived.items() if p.rank == self.rank)
+        self.exposed += self.clock - began - bubble
+        own_span = next(s for p, s in transfer.arrived.items() if p.rank == self.rank)
         for phase, start, end in (
-            (BUBBLE, begun, begun + bubble), (EXPOSED, begun + bubble, self.clock),
+            (BUBBLE, began, began + bubble), (EXPOSED, began + bubble, self.clock),
         ):  # fmt: skip
             if end > start:
-                span = for_it._replace(stream=COMPUTE, phase=phase)
+                span = own_span._replace(stream=COMPUTE, phase=phase)
                 self.waits.append(span._replace(start=start, end=end, turn=self.turn))
 
 
 def play_through(
     plan: Plan, hardware: Hardware, attention: str | None = None
 ) -> Played:
-    """The times of every planned rank, and the spans of all their streams.
+    """Returns the times of every planned rank, and the spans of all their streams.
 
     A collective starts when all planned ranks of its group have issued it and the one
     before it on their stream is over; members that were not planned run what a planned
@@ -238,42 +288,52 @@ def play_through(
 
 
 class _PlanRun(Player):
-    """One run of :func:`play_through`."""
+    """One run of :func:`play_through`.
+
+    Attributes:
+        streams: by (axes, parties) or (sender, receiver, offset).
+        group_streams: by a group's axes and ranks, the stream of ``streams``.
+        durations: by stream and what a collective sends, its seconds.
+        costs: by operator, its seconds.
+    """
 
     def __init__(self, plan: Plan, hardware: Hardware, attention: str | None):
         super().__init__()
         self.plan, self.hardware, self.attention = plan, hardware, attention
         self.ranks = [_RankRun(r) for r in plan.ranks]
-        self.streams: dict[Any, Stream] = {}
-        self.groups: dict[Any, Stream] = {}
-        self.lengths: dict[Any, float] = {}
+        self.streams: dict[Hashable, Stream] = {}
+        self.group_streams: dict[Hashable, Stream] = {}
+        self.durations: dict[Hashable, float] = {}
         self.costs: dict[Op, float] = {}
 
     def run(self) -> Played:
         self.play(map(self._rank, self.ranks))
-        stuck = [r for r in self.ranks if r.pending]
+        stuck = [run for run in self.ranks if run.pending]
         if stuck:
             raise Deadlock("no rank can go on: " + "; ".join(map(_state, stuck)))
-        whole = max((r.clock for r in self.ranks), default=0.0)
+        total = max((run.clock for run in self.ranks), default=0.0)
         times, spans, waits = [], [], []
-        for r in self.ranks:
-            r.rest()
-            sums = (r.compute, r.exposed, r.bubble, whole - r.clock)
-            times.append(RankTimes(r.plan.rank, r.plan.alike, *sums))
-            spans += r.spans
-            waits += r.waits
-        for t in [t for stream in self.streams.values() for t in stream.transfers]:
-            between = {"start": t.start, "end": t.end or 0.0}
-            spans += [span._replace(**between) for span in t.arrived.values()]
-        return Played(whole, times, spans, self.costs, waits)
+        for run in self.ranks:
+            run.end_span()
+            parts = (run.compute, run.exposed, run.bubble, total - run.clock)
+            times.append(RankTimes(run.plan.rank, run.plan.alike, *parts))
+            spans += run.spans
+            waits += run.waits
+        for transfer in [
+            t for stream in self.streams.values() for t in stream.transfers
+        ]:
+            times_of = {"start": transfer.start, "end": transfer.end or 0.0}
+            spans += [span._replace(**times_of) for span in transfer.arrived.values()]
+        return Played(total, times, spans, self.costs, waits)
 
     def _rank(self, run: _RankRun) -> Iterator[Rendezvous]:
-        """Plays a rank's events; it waits for transfers alone."""
+        """Plays a rank's events; yields the transfers that it waits for."""
         costs, hardware = self.costs, self.hardware
-        touching, overlap = hardware.fresh is not None, hardware.overlap
+        # Only memory that no caching allocator keeps costs when it is first written.
+        costs_first_touch, overlap = hardware.fresh is not None, hardware.overlap
         turns = {turn.next_event: turn.label for turn in run.plan.turns}
-        for at, event in enumerate(run.plan.events):
-            run.at, run.turn = at, turns.get(at, run.turn)
+        for number, event in enumerate(run.plan.events):
+            run.event_number, run.turn = number, turns.get(number, run.turn)
             if isinstance(event, Ran):
                 op = event.op
                 if op not in costs:
@@ -287,71 +347,82 @@ class _PlanRun(Player):
                     yield run.pending[event.number]
                 run.wait(event.number, overlap)
             elif isinstance(event, Allocated):
-                if touching and event.op:
+                if costs_first_touch and event.op:
                     cost = cost_model.taken_seconds(event.bytes, hardware, event.op)
                     run.work(cost, event.unit, event.phase)
             elif isinstance(event, Started):
-                self._come(run, event)
-        run.at = len(run.plan.events)
+                self._start_transfer(run, event)
+        # A step ends when all that it started has ended.
+        run.event_number = len(run.plan.events)
         for number in list(run.pending):
             yield run.pending[number]
             run.wait(number, overlap)
 
-    def _come(self, run: _RankRun, event: Started) -> None:
-        r, ranks, what, length = event.record, event.ranks, "message", 0.0
-        if r is None:
-            stream, shown = self._pair(*ranks), (f"from {ranks[0]}", "receive", "", "")
+    def _start_transfer(self, run: _RankRun, event: Started) -> None:
+        """Brings a rank to its transfer, and records its end if it came last."""
+        record, ranks, kind, duration = event.record, event.ranks, "message", 0.0
+        if record is None:
+            stream = self._message_stream(*ranks)
+            label = (f"from {ranks[0]}", "receive", "", "")
         elif event.part == "sent":
-            (source, to), size = ranks, float(r.bytes)
-            length = cost_model.message_seconds(size, source, to, self.hardware)
-            stream, shown = self._pair(*ranks), (f"to {to}", "send", r.unit, r.phase)
+            (source, target), size = ranks, float(record.bytes)
+            duration = cost_model.message_seconds(size, source, target, self.hardware)
+            stream = self._message_stream(*ranks)
+            label = (f"to {target}", "send", record.unit, record.phase)
         else:
-            stream, what = self._group(r.axis, ranks), r.op
-            key = (stream, r.op, r.bytes, r.dtype)
-            if key not in self.lengths:
-                length = cost_model.collective_seconds(r, ranks, self.hardware)
-                self.lengths[key] = length
-            length = self.lengths[key]
-            shown = (", ".join(r.axis), r.op, r.owner, r.phase)
-        party, size = Party(run.plan.rank, event.part), 0 if r is None else r.bytes
-        span = Span(run.plan.rank, *shown, 0.0, 0.0, run.turn, float(size))
-        transfer = stream.come(party, what, run.clock, length, span)
+            stream, kind = self._group_stream(record.axis, ranks), record.op
+            key = (stream, record.op, record.bytes, record.dtype)
+            if key not in self.durations:
+                duration = cost_model.collective_seconds(record, ranks, self.hardware)
+                self.durations[key] = duration
+            duration = self.durations[key]
+            label = (", ".join(record.axis), record.op, record.owner, record.phase)
+        party = Party(run.plan.rank, event.part)
+        n_bytes = 0 if record is None else record.bytes
+        span = Span(run.plan.rank, *label, 0.0, 0.0, run.turn, float(n_bytes))
+        transfer = stream.arrive(party, kind, run.clock, duration, span)
         run.pending[event.number] = transfer
         if transfer.end is not None:
             self.record(transfer, transfer.end)
 
-    def _group(self, axis: tuple[str, ...], ranks: tuple[int, ...]) -> Stream:
-        """The stream of a collective's group: one for the planned ranks in it."""
+    def _group_stream(self, axis: tuple[str, ...], ranks: tuple[int, ...]) -> Stream:
+        """Returns the stream of a collective's group.
+
+        Its parties are the planned ranks that stand for the group's members.
+        """
         key = (axis, len(ranks), ranks[0], ranks[-1])
-        if key not in self.groups:
-            found = {self._planned(rank) for rank in ranks} - {None}
-            parties = frozenset(Party(p.rank, "issued") for p in found if p)
+        if key not in self.group_streams:
+            planned = {self._planned_rank(rank) for rank in ranks} - {None}
+            parties = frozenset(Party(plan.rank, "issued") for plan in planned if plan)
             names = ", ".join(f'"{name}"' for name in axis)
             stream = Stream(parties, f"over {names}", is_message=False)
-            self.groups[key] = self.streams.setdefault((axis, parties), stream)
-        return self.groups[key]
+            self.group_streams[key] = self.streams.setdefault((axis, parties), stream)
+        return self.group_streams[key]
 
-    def _pair(self, source: int, to: int) -> Stream:
-        """The stream of messages from one rank to another, or between such as they."""
-        sender, receiver = self._planned(source), self._planned(to)
+    def _message_stream(self, source: int, target: int) -> Stream:
+        """Returns the stream of messages from one rank to another.
+
+        Ranks that run the same programs at the same distance share a stream.
+        """
+        sender, receiver = self._planned_rank(source), self._planned_rank(target)
         if sender is None or receiver is None:
-            missing = source if sender is None else to
+            missing = source if sender is None else target
             raise ValueError(
-                f"rank {source} sends to rank {to}, but rank {missing} of "
+                f"rank {source} sends to rank {target}, but rank {missing} of "
                 f"{self.plan.mesh} was not planned: plan the step for an abstract "
                 "mesh, which looks at every distinct rank"
             )
         mesh = self.plan.mesh
-        at, there = mesh.coordinates(source), mesh.coordinates(to)
-        way = tuple((there[a] - at[a]) % size for a, size in mesh.axes.items())
-        key = (sender.rank, receiver.rank, way)
+        begin, end = mesh.coordinates(source), mesh.coordinates(target)
+        offset = tuple((end[a] - begin[a]) % size for a, size in mesh.axes.items())
+        key = (sender.rank, receiver.rank, offset)
         if key not in self.streams:
-            sides = (Party(sender.rank, "sent"), Party(receiver.rank, "asked for"))
+            parties = (Party(sender.rank, "sent"), Party(receiver.rank, "asked for"))
             label = f"from rank {sender.rank} to rank {receiver.rank}"
-            self.streams[key] = Stream(frozenset(sides), label, is_message=True)
+            self.streams[key] = Stream(frozenset(parties), label, is_message=True)
         return self.streams[key]
 
-    def _planned(self, rank: int) -> RankPlan | None:
+    def _planned_rank(self, rank: int) -> RankPlan | None:
         try:
             return self.plan[rank]
         except KeyError:
@@ -359,13 +430,13 @@ class _PlanRun(Player):
 
 
 def _state(run: _RankRun) -> str:
-    """A message for a rank that cannot go on: what it waits for, and who is missing."""
+    """Returns what a rank that cannot go on waits for, and who is missing."""
     events, rank = run.plan.events, run.plan.rank
-    left = events[run.at] if run.at < len(events) else None
+    event = events[run.event_number] if run.event_number < len(events) else None
     # After its last event it waits for all that it has started.
-    number = left.number if isinstance(left, Waited) else next(iter(run.pending))
-    t = run.pending[number]
-    parties = sorted(t.stream.parties - set(t.arrived))
-    missing = " and ".join(f"rank {p.rank} has not {p.did} it" for p in parties)
-    which = f"{t.what} {t.number} {t.stream.label}"
-    return f"rank {rank} waits, at event {run.at}, for {which}: {missing}"
+    number = event.number if isinstance(event, Waited) else next(iter(run.pending))
+    transfer = run.pending[number]
+    parties = sorted(transfer.stream.parties - set(transfer.arrived))
+    missing = " and ".join(f"rank {p.rank} has not {p.part} it" for p in parties)
+    which = f"{transfer.kind} {transfer.number} {transfer.stream.label}"
+    return f"rank {rank} waits, at event {run.event_number}, for {which}: {missing}"

@@ -1,4 +1,11 @@
-"""``search``: stacks of transforms tried on the cost model, and the best of them."""
+"""``search``: stacks of transforms tried on the cost model, and the best of them.
+
+`candidates` lists meshes and stacks, `trials` plans and estimates one, and
+`search_results` is what comes back. Here is the order of trials: all stacks of a small
+space; of a large one those whose outlines are best; accumulation step by step, for as
+long as it saves memory; a pipeline's schedules at one ``zero`` first. With ``run=`` the
+fastest are run on the processes at hand, and timed.
+"""
 
 from __future__ import annotations
 
@@ -31,6 +38,7 @@ from fsfunc.printing.tables import of_bytes
 from fsfunc.state.initialization import init_state
 from fsfunc.state.layout_rules import LayoutRules
 from fsfunc.transforms.policies import Mode, Policy
+from fsfunc.tree.types import PyTree
 
 _Params = TypeVar("_Params", bound=Any)
 _Batch = TypeVar("_Batch", bound=Any)
@@ -39,8 +47,9 @@ ScheduleName: TypeAlias = Literal[
     "gpipe", "one_f_one_b", "looped_bfs", "interleaved_1f1b", "zb_h1", "zb_v"
 ]
 
-SAVES = 0.02  # of the peak: what a step of the ladder of `accumulate` must be worth
-MANY, FEW = 200, 12  # of more stacks than that, few are planned
+# The share of the peak that twice the accumulation must save, to try four times it.
+SAVES = 0.02
+MANY, FEW = 200, 12  # of more than MANY stacks FEW are planned
 
 
 @api_boundary
@@ -72,21 +81,20 @@ def search(
     plans: int | None = None,
     run: int = 0,
 ) -> Search:
-    """The stacks of transforms that are best in step time and memory, fastest first.
+    """Finds the stacks of transforms that are best in step time and memory.
 
     Each stack is planned on an abstract mesh and its plan estimated on ``hardware``:
-    nothing is computed, sent or allocated. What comes back is the Pareto front of those
-    that fit: of two, the slower one holds less. A choice has its ``code``, and
-    ``build(train_step, mesh)`` makes the same step.
+    nothing is computed, sent or allocated. The result is the Pareto front of those that
+    fit, fastest first: of two, the slower one holds less. A choice has its ``code``,
+    and ``build(train_step, mesh)`` makes the same step.
 
-    What is not planned is named with the reason in ``skipped``: a stack whose
-    parameters and moments alone are too large, or whole gradients beside them, or the
-    activations that another plan had with no more rows; one whose outline in closed
-    form is half as large again as what fits; a mesh that the batch or the units cannot
-    be cut for; more accumulation where it saves less than 2% of the peak.
-    With a pipeline, schedule, microbatches and remat are chosen at one ``zero``, and
-    those on the front there are tried with the others: that is a shortcut, all else is
-    not.
+    Stacks that are not planned are in ``skipped``, with the reason: parameters and
+    moments alone are too large, or with whole gradients, or with the activations that
+    another plan had with no more rows; an outline in closed form is half as large again
+    as what fits; the batch or the units cannot be cut for the mesh; more accumulation
+    saves less than 2% of the peak. With a pipeline, schedule, microbatches and remat
+    are chosen at one ``zero``, and only the best are tried with the others: that is a
+    shortcut, all else is not.
 
     Args:
         loss_fn: ``loss_fn(params, batch)``, whose layers are units.
@@ -94,17 +102,18 @@ def search(
         params: the whole parameters, or a function that returns them.
         batch: of all ranks together, cut along dim 0, or a function that returns it;
             only shapes and dtypes are read.
-        mesh_sizes: a number of ranks, whose every factorisation is tried: data x pipe
-            and, where the hardware has nodes and there are several, node x data x pipe;
-            or the axes of one mesh, or of several. "data" cuts the batch, parameters
-            are repeated along "node", stages lie along "pipe"; times what ``layouts``
-            and ``dims`` name.
-        hardware: on what.
+        mesh_sizes: a number of ranks, of which every factorisation is tried: data x
+            pipe and, if the hardware has nodes and there are several, node x data x
+            pipe, times the axes that ``layouts`` and ``dims`` name; or the axes of one
+            mesh, or of several. "data" cuts the batch, parameters are repeated along
+            "node", stages lie along "pipe".
+        hardware: the machine to estimate the time on.
         memory: bytes that a rank may hold; by default the hardware's.
         zero, remat: what to try, such as ``remat=(None, ff.SaveOnly("attention"))``.
         accumulate: numbers of parts; by default powers of two that divide the rows of
-            a rank. Where gradients are sharded, reduced once a step and with each
-            part. Not together with a pipeline, whose microbatches do the same.
+            a rank. If gradients are sharded, they are reduced once a step, and in other
+            stacks with each part. Not combined with a pipeline, whose microbatches do
+            the same.
         schedules: names in ``ff.schedules``.
         microbatches: by default 1, 2 and 4 for each rank of the pipeline.
         compute, reduce: of ``ff.precision`` around every stack; by default none is. Of
@@ -119,10 +128,10 @@ def search(
             the dim that it cuts: ``{"context": 1}`` cuts sequences, ``{"expert": 0}``
             rows. Every mesh has the axes named here and in ``layouts``, if need be
             with one rank, so that the loss may name them.
-        plans: how many stacks are planned at most, those that an outline in closed form
-            finds fastest of those that it finds to fit, until the others are slower by
-            more than it can be off; and as many more, the smallest, where none fits.
-            None: all of up to 200 stacks, 12 of more.
+        plans: how many stacks are planned at most: those that fit by an outline in
+            closed form, the fastest first, until the others are slower by more than an
+            outline can be off. If none of them fits, as many more, the smallest. None:
+            all of up to 200 stacks, 12 of more.
         run: how many of the fastest are run here, a few steps each, on the processes
             that there are (one, or those of torchrun), with the parameters and the
             batch that are given; ``best`` is then the fastest that was measured.
@@ -150,10 +159,10 @@ def search(
     ...         x = layer(p, x)
     ...     return x.square().mean()
     >>> init = lambda: [torch.zeros(512, 512) for _ in range(8)]
-    >>> found = search(
+    >>> result = search(
     ...     loss, ff.sharded_adam(1e-3), init, torch.zeros(64, 512), {"data": 2}, CPU,
     ...     memory=21e6, zero=(2, 3), accumulate=(1,), remat=(None,))
-    >>> print(found.best.code)
+    >>> print(result.best.code)
     mesh = ff.make_mesh({"data": 2})
     step = ff.shard(train_step, mesh, "data", zero=3)
     step = ff.donate(step)
@@ -177,117 +186,134 @@ def search(
         raise ValueError(f"memory={memory!r}: a rank may hold some bytes")
     if plans is not None and plans < 1:
         raise ValueError(f"plans={plans!r}: at least one stack is planned")
-    sizes = meshes(mesh_sizes, hardware, space.named)
+    sizes = meshes(mesh_sizes, hardware, space.required_axes)
     training = Training(loss_fn, optimizer, params, batch)
     if run:
         check_runs(sizes, training)
-    at = Trials(training, hardware, bound, space)
-    sizes = [axes for axes in sizes if at.lies_on(axes)]
-    every = [stack for axes in sizes for stack in _stacks(at, space, axes)]
-    if plans is None and len(every) > MANY:
+    trials = Trials(training, hardware, bound, space)
+    sizes = [axes for axes in sizes if trials.lies_on(axes)]
+    all_stacks = [stack for axes in sizes for stack in _stacks(trials, space, axes)]
+    # A plan takes 0.1 to 1 s, an outline 0.1 ms.
+    if plans is None and len(all_stacks) > MANY:
         plans = FEW
     if plans is not None:
-        at.try_promising(every, plans)
-        sizes = []
+        trials.try_promising(all_stacks, plans)
+        sizes = []  # nothing is left to try mesh by mesh
     for axes in sizes:
         if dict(axes).get(PIPE, 1) > 1:
-            _pipelined(at, space, axes)
+            _pipelined(trials, space, axes)
         else:
-            for ladder in space.flat(axes, at.rows):
-                _climb(at, ladder)
-    found = _found(at)
+            for ladder in space.without_pipeline(axes, trials.rows):
+                _climb(trials, ladder)
+    searched = _make_result(trials)
     if not run:
-        return found
-    return found.with_times(measure_choices(found.ranked[:run], at.step, training))
+        return searched
+    times = measure_choices(searched.ranked[:run], trials.step, training)
+    return searched.with_times(times)
 
 
-def _stacks(at: Trials, space: Space, axes: Axes) -> list[Stack]:
-    """All stacks on a mesh."""
+def _stacks(trials: Trials, space: Space, axes: Axes) -> list[Stack]:
+    """Returns all stacks on a mesh."""
     if dict(axes).get(PIPE, 1) == 1:
-        return [stack for some in space.flat(axes, at.rows) for stack in some]
-    first = space.pipelined(axes, at.rows)
-    return [each for s in first for each in (s, *space.other_zeros(s))]
+        return [
+            stack
+            for stacks in space.without_pipeline(axes, trials.rows)
+            for stack in stacks
+        ]
+    with_first_zero = space.pipelined(axes, trials.rows)
+    return [
+        stack
+        for first in with_first_zero
+        for stack in (first, *space.other_zeros(first))
+    ]
 
 
-def _climb(at: Trials, ladder: Sequence[Stack]) -> None:
+def _climb(trials: Trials, ladder: Sequence[Stack]) -> None:
     """Tries more and more accumulation, for as long as it pays."""
-    last: Choice | None = None
+    last_choice: Choice | None = None
     for i, stack in enumerate(ladder):
-        choice = at.try_one(stack)
+        choice = trials.try_stack(stack)
         # From one part to two, the sum of gradients is new: it may only pay later.
-        if choice and last and last.stack.accumulate > 1:
-            saved = 1 - choice.peak_bytes / last.peak_bytes
-            if saved < SAVES and choice.seconds >= last.seconds:
-                why = f"accumulate={stack.accumulate} already saves no memory"
-                at.skip(ladder[i + 1 :], why)
+        if choice and last_choice and last_choice.stack.accumulate > 1:
+            saved_share = 1 - choice.peak_bytes / last_choice.peak_bytes
+            if saved_share < SAVES and choice.seconds >= last_choice.seconds:
+                reason = f"accumulate={stack.accumulate} already saves no memory"
+                trials.skip(ladder[i + 1 :], reason)
                 return
-        last = choice or last
+        last_choice = choice or last_choice
 
 
-def _pipelined(at: Trials, space: Space, axes: Axes) -> None:
+def _pipelined(trials: Trials, space: Space, axes: Axes) -> None:
     """Tries schedules at one ``zero``, and the best of them at the others."""
-    first: list[Choice] = []
-    for stack in space.pipelined(axes, at.rows):
+    choices: list[Choice] = []
+    for stack in space.pipelined(axes, trials.rows):
         # The first `zero` whose state could fit at all.
         options = [stack, *space.other_zeros(stack)]
-        stack = next((s for s in options if at.least(s) <= at.memory), stack)
-        choice = at.try_one(stack)
+        stack = next(
+            (s for s in options if trials.least_bytes(s) <= trials.memory), stack
+        )
+        choice = trials.try_stack(stack)
         if choice:
-            first.append(choice)
-    best = front_of(first)
-    others = [s for c in first for s in space.other_zeros(c.stack)]
-    chosen = [s for c in best for s in space.other_zeros(c.stack)]
-    for stack in chosen:
-        at.try_one(stack)
-    rest = [s for s in others if s not in chosen]
-    at.skip(rest, "its schedule, microbatches and remat are worse at another zero")
+            choices.append(choice)
+    best = front_of(choices)
+    others = [s for c in choices for s in space.other_zeros(c.stack)]
+    stacks_of_best = [s for c in best for s in space.other_zeros(c.stack)]
+    for stack in stacks_of_best:
+        trials.try_stack(stack)
+    not_tried = [s for s in others if s not in stacks_of_best]
+    trials.skip(
+        not_tried, "its schedule, microbatches and remat are worse at another zero"
+    )
 
 
-def _found(at: Trials) -> Search:
-    """All that was found.
+def _make_result(trials: Trials) -> Search:
+    """Returns all that was found.
 
     Raises:
         ValueError: nothing fits, or nothing could be tried.
     """
-    if not any(choice.fits for choice in at.tried):
-        at.find_closest()
-    fitting = [choice for choice in at.tried if choice.fits]
+    if not any(choice.fits for choice in trials.tried):
+        trials.find_closest()
+    fitting = [choice for choice in trials.tried if choice.fits]
     if not fitting:
-        cause = at.errors[0] if at.errors and not at.tried else None
-        raise ValueError(_nothing(at)) from cause
+        cause = trials.errors[0] if trials.errors and not trials.tried else None
+        raise ValueError(_explain_nothing(trials)) from cause
     front = tuple(front_of(fitting))
-    return Search(front, tuple(at.tried), tuple(at.skipped), at.memory)
+    return Search(front, tuple(trials.tried), tuple(trials.skipped), trials.memory)
 
 
-def _nothing(at: Trials) -> str:
-    """The reason why there is no stack to give."""
-    limit = f"the {of_bytes(at.memory)} that a rank may hold"
-    total = len(at.tried) + len(at.skipped)
-    if at.tried:
-        closest = min(at.tried, key=lambda c: c.needed_bytes)
+def _explain_nothing(trials: Trials) -> str:
+    """Returns why there is no stack to give."""
+    limit = f"the {of_bytes(trials.memory)} that a rank may hold"
+    total = len(trials.tried) + len(trials.skipped)
+    if trials.tried:
+        closest = min(trials.tried, key=lambda c: c.needed_bytes)
         needed = closest.needed_bytes
         return (
             f"none of {total} stacks fits in {limit}: the closest needs "
-            f"{of_bytes(needed)}, {of_bytes(needed - at.memory)} too much "
-            f"({needed / at.memory:.3g} times it): {closest.stack}"
+            f"{of_bytes(needed)}, {of_bytes(needed - trials.memory)} too much "
+            f"({needed / trials.memory:.3g} times it): {closest.stack}"
         )
-    heavy = [s for s in at.skipped if s.least]
-    if heavy:
-        best = min(heavy, key=lambda s: s.least)
+    too_large = [s for s in trials.skipped if s.least_bytes]
+    if too_large:
+        closest = min(too_large, key=lambda s: s.least_bytes)
         return (
-            f"none of {total} stacks fits in {limit}: of the closest, {best.why}, "
-            f"{of_bytes(best.least - at.memory)} too much: {best.stack}"
+            f"none of {total} stacks fits in {limit}: of the closest, "
+            f"{closest.reason}, "
+            f"{of_bytes(closest.least_bytes - trials.memory)} too much: "
+            f"{closest.stack}"
         )
-    whys = Counter(s.why for s in at.skipped)
-    listed = "; ".join(f"{why} ({n} stacks)" for why, n in whys.most_common())
+    reasons = Counter(s.reason for s in trials.skipped)
+    listed = "; ".join(f"{reason} ({n} stacks)" for reason, n in reasons.most_common())
     return f"no stack could be tried: {listed or 'there is none in the space'}"
 
 
-_TURNS, _STEPS = 2, 4  # of each choice; in each turn one step comes before these
+# Each choice is timed in so many turns of so many steps, after one that warms up.
+_TURNS, _STEPS = 2, 4
 
 
 def check_runs(sizes: Sequence[Axes], training: Training) -> None:
-    """Raises where stacks on these meshes cannot be run here.
+    """Raises if stacks on these meshes cannot be run here.
 
     Raises:
         ValueError: a mesh of another number of ranks than there are processes;
@@ -302,8 +328,8 @@ def check_runs(sizes: Sequence[Axes], training: Training) -> None:
                 f"mesh_sizes has {dict(axes)}: search by torchrun --nproc-per-node "
                 f"{ranks}, or without run="
             )
-    for name, given in (("params", training.params), ("batch", training.batch)):
-        leaves = [] if callable(given) else tree.leaves(given)
+    for name, values in (("params", training.params), ("batch", training.batch)):
+        leaves = [] if callable(values) else tree.leaves(values)
         if any(isinstance(x, Tensor) and not has_values(x) for x in leaves):
             raise ValueError(
                 f"run= measures steps here, and {name} has a tensor without values: "
@@ -312,52 +338,63 @@ def check_runs(sizes: Sequence[Axes], training: Training) -> None:
 
 
 def measure_choices(
-    choices: Sequence[Choice], train_step: Callable[..., Any], training: Training
+    choices: Sequence[Choice],
+    train_step: Callable[..., tuple[PyTree, PyTree]],
+    training: Training,
 ) -> dict[Choice, float]:
-    """The seconds of a step of each choice, of the slowest rank.
+    """Returns the seconds of a step of each choice, on the slowest rank.
 
-    Every rank calls it with the same choices. They take turns, one state at a time:
-    the median of eight steps, in two turns.
+    Every rank calls it with the same choices. It is the median of eight steps, in two
+    turns: so what disturbs the machine for a while does not hit one choice alone. One
+    state at a time is in memory.
     """
-    found: dict[Choice, list[float]] = {choice: [] for choice in choices}
+    times_of: dict[Choice, list[float]] = {choice: [] for choice in choices}
     for _ in range(_TURNS):
-        for choice, times in found.items():
+        for choice, times in times_of.items():
+            # The state of the last choice is gone with its `main`: one at a time.
             mesh = make_mesh(choice.axes)
             step = choice.build(train_step, mesh)
 
             def main(choice=choice, step=step, mesh=mesh) -> list[float]:
                 batch = training.batch
-                whole = batch() if callable(batch) else batch
-                mine = _part(whole, choice.stack, mesh)
+                whole_batch = batch() if callable(batch) else batch
+                rank_batch = _part(whole_batch, choice.stack, mesh)
                 layouts = choice.stack.layouts
-                made = training.params, training.optimizer, mine
-                state = init_state(step, *made, layouts=layouts)
-                return _seconds(step, state, mine, tuple(choice.axes))
+                init_args = training.params, training.optimizer, rank_batch
+                state = init_state(step, *init_args, layouts=layouts)
+                return _seconds(step, state, rank_batch, tuple(choice.axes))
 
             times += spmd(main, mesh)()[0]
-    return {choice: statistics.median(times) for choice, times in found.items()}
+    return {choice: statistics.median(times) for choice, times in times_of.items()}
 
 
-def _part(batch: Any, stack: Stack, mesh: Mesh) -> Any:
-    """This rank's part of the batch."""
-    batch = local_batch(batch, mesh, stack.cuts) if stack.cuts else batch
-    for axis in stack.means:
+def _part(batch: PyTree, stack: Stack, mesh: Mesh) -> PyTree:
+    """Returns this rank's part of the batch."""
+    batch = local_batch(batch, mesh, stack.row_axes) if stack.row_axes else batch
+    for axis in stack.batch_axes:
         if dim := stack.dims.get(axis, 0):
-            count, at = mesh.axes[axis], axis_index(axis)
-            batch = tree.map(lambda x, n=count, i=at, d=dim: x.chunk(n, d)[i], batch)
+            n_parts, index = mesh.axes[axis], axis_index(axis)
+            batch = tree.map(
+                lambda x, n=n_parts, i=index, d=dim: x.chunk(n, d)[i], batch
+            )
     return batch
 
 
-def _seconds(step: Any, state: Any, batch: Any, axes: tuple[str, ...]) -> list[float]:
-    """The seconds of some steps, of the slowest rank each."""
-    found, device = [], get_group(axes).link.device
-    for _ in range(1 + _STEPS):
+def _seconds(
+    step: Callable[..., tuple[PyTree, PyTree]],
+    state: PyTree,
+    batch: PyTree,
+    axes: tuple[str, ...],
+) -> list[float]:
+    """Returns the seconds of some steps, each of the slowest rank."""
+    slowest, device = [], get_group(axes).link.device
+    for _ in range(1 + _STEPS):  # the first one records, checks and allocates
         pmax(torch.zeros((), device=device), axes)  # all begin together
-        began = time.perf_counter()
+        start = time.perf_counter()
         state, _ = step(state, batch)
         if torch.accelerator.is_available():
             torch.accelerator.synchronize()
-        seconds = time.perf_counter() - began
-        took = torch.tensor(seconds, dtype=torch.float64, device=device)
-        found.append(float(pmax(took, axes)))
-    return found[1:]
+        seconds = time.perf_counter() - start
+        elapsed = torch.tensor(seconds, dtype=torch.float64, device=device)
+        slowest.append(float(pmax(elapsed, axes)))
+    return slowest[1:]

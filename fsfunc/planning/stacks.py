@@ -1,4 +1,8 @@
-"""``Stack``: transforms in order, as data; ``Choice``: one with its figures."""
+"""``Stack``: transforms in order, as data; ``Choice``: one with its figures.
+
+A search makes stacks (`candidates`), applies each to the train step, plans and
+estimates the result (`trials`), and returns the best as choices, with their ``code``.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +41,7 @@ ON_A_MESH = ("pipeline", "shard")
 
 
 class Layer(NamedTuple):
-    """One transform, ``ff.name(f, [mesh,] *args, **keywords)``."""
+    """One transform of a stack, ``ff.name(f, [mesh,] *args, **keywords)``."""
 
     name: str
     args: tuple[Any, ...] = ()
@@ -48,20 +52,22 @@ class Layer(NamedTuple):
 class Stack:
     """The transforms around a train step, and the mesh that they are for.
 
-    Their order is fixed, the innermost first: units are recomputed; stages run
-    microbatches; whole passes are accumulated; all of it in ``compute``; gradients are
-    reduced around all that, once a step. Only accumulation may come last instead: then
-    gradients are reduced with ``each`` part, and a rank holds its shards of them alone.
+    Their order is fixed, the innermost first: ``remat`` recomputes units; ``pipeline``
+    runs stages on microbatches; ``accumulate`` sums whole passes; ``precision`` casts
+    all of that; ``shard`` reduces gradients around it, once a step. Only ``accumulate``
+    may come after ``shard`` instead (``reduces_each``): then gradients are reduced with
+    each part, and a rank holds only its shards of them.
 
     Args:
-        axes: of the mesh: "data" and "node" cut the batch, "pipe" the model.
-        zero: of ``shard`` over "data", which repeats along "node"; None: no ``shard``.
+        axes: the axes of the mesh: "data" and "node" cut the batch, "pipe" the model.
+        zero: that of ``shard`` over "data", with ``replicate="node"``; None: no
+            ``shard``.
         remat: a policy of ``remat``, "always" for every unit; None: no ``remat``.
         accumulate: how many parts of the batch a rank takes one after another.
-        each: whether gradients are reduced with each of those, and not once a step.
+        reduces_each: whether gradients are reduced with each part, not once a step.
         schedule: the name of one in ``ff.schedules``; None: no ``pipeline``.
-        microbatches: of the pipeline.
-        compute, reduce: dtypes of ``precision``; None, None: no ``precision``.
+        microbatches: the number of the pipeline's microbatches.
+        compute, reduce: the dtypes of ``precision``; None, None: no ``precision``.
         offload: what is in host memory: "params", "moments", "activations".
         donate: whether the step may write into its state.
         dims: further axes along which ranks have other parts of the batch, each with
@@ -83,7 +89,7 @@ class Stack:
     zero: int | None = None
     remat: Policy | str | None = None
     accumulate: int = 1
-    each: bool = False
+    reduces_each: bool = False
     schedule: str | None = None
     microbatches: int = 1
     compute: torch.dtype | None = None
@@ -99,14 +105,14 @@ class Stack:
         return Mesh(dict(self.axes), "abstract").size
 
     @property
-    def means(self) -> tuple[str, ...]:
-        """The axes whose ranks have other parts of the batch."""
+    def batch_axes(self) -> tuple[str, ...]:
+        """The axes whose ranks have other parts of the batch; a loss is their mean."""
         return tuple(a for a, _ in self.axes if a in (DATA, NODE) or a in self.dims)
 
     @property
-    def cuts(self) -> tuple[str, ...]:
-        """Those along which its rows are cut, as ``local_batch`` wants them."""
-        return tuple(a for a in self.means if not self.dims.get(a))
+    def row_axes(self) -> tuple[str, ...]:
+        """The axes along which the batch's rows are cut, for ``local_batch``."""
+        return tuple(a for a in self.batch_axes if not self.dims.get(a))
 
     @property
     def parts(self) -> int:
@@ -115,53 +121,56 @@ class Stack:
 
     @property
     def parts_by_dim(self) -> dict[int, int]:
-        """By dim, into how many parts it is cut."""
-        found = {0: 1}
-        for axis in self.means:
+        """By dim of the batch, into how many parts it is cut."""
+        parts = {0: 1}
+        for axis in self.batch_axes:
             dim = self.dims.get(axis, 0)
-            found[dim] = found.get(dim, 1) * dict(self.axes)[axis]
-        return found
+            parts[dim] = parts.get(dim, 1) * dict(self.axes)[axis]
+        return parts
 
     @property
     def split_over(self) -> tuple[tuple[str, int], ...]:
-        """Axes with several ranks beside the usual: of layouts, or of other dims."""
-        usual = (DATA, PIPE, NODE)
-        return tuple((a, n) for a, n in self.axes if a not in usual and n > 1)
+        """The axes of layouts and of ``dims`` with several ranks, with their sizes."""
+        usual_axes = (DATA, PIPE, NODE)
+        return tuple((a, n) for a, n in self.axes if a not in usual_axes and n > 1)
 
     def parts_of(self, axes: Iterable[str]) -> int:
-        """The number of ranks along these axes; along one that is not there, one."""
+        """Returns the number of ranks along these axes; a missing axis has one."""
         return math.prod(dict(self.axes).get(a, 1) for a in set(axes))
 
     def layers(self) -> list[Layer]:
-        """The transforms, the innermost first."""
-        found: list[Layer] = []
+        """Returns the transforms, the innermost first."""
+        layers: list[Layer] = []
         if self.remat is not None:
             always = self.remat == "always"  # what remat does by default
-            found.append(Layer("remat", () if always else (self.remat,)))
+            layers.append(Layer("remat", () if always else (self.remat,)))
         if self.schedule is not None:
             keywords = {
                 "n_microbatches": self.microbatches,
                 "schedule": getattr(schedules, self.schedule),
             }
-            found.append(Layer("pipeline", (PIPE,), keywords))
-        parts = [Layer("accumulate", (self.accumulate,))] * (self.accumulate > 1)
-        found += [] if self.each else parts
+            layers.append(Layer("pipeline", (PIPE,), keywords))
+        accumulating = [Layer("accumulate", (self.accumulate,))] * (self.accumulate > 1)
+        # Inside `shard` parts are summed before one reduction, outside after each.
+        layers += [] if self.reduces_each else accumulating
         if self.compute is not None:
             reduce = {} if self.reduce is None else {"reduce": self.reduce}
-            found.append(Layer("precision", (), {"compute": self.compute, **reduce}))
+            layers.append(Layer("precision", (), {"compute": self.compute, **reduce}))
         if self.zero is not None:
-            copies = {"replicate": NODE} if NODE in self.means else {}
-            over = tuple(a for a in self.means if a != NODE)
-            found.append(Layer("shard", (over,), {"zero": self.zero, **copies}))
-        found += parts if self.each else []
+            replication = {"replicate": NODE} if NODE in self.batch_axes else {}
+            shard_axes = tuple(a for a in self.batch_axes if a != NODE)
+            layers.append(
+                Layer("shard", (shard_axes,), {"zero": self.zero, **replication})
+            )
+        layers += accumulating if self.reduces_each else []
         if self.offload:
-            found.append(Layer("offload", (), dict.fromkeys(self.offload, "host")))
+            layers.append(Layer("offload", (), dict.fromkeys(self.offload, "host")))
         if self.donate:
-            found.append(Layer("donate"))
-        return found
+            layers.append(Layer("donate"))
+        return layers
 
     def apply(self, train_step: Callable[..., Any], mesh: Mesh) -> Callable[..., Any]:
-        """``train_step``, transformed.
+        """Returns ``train_step``, transformed.
 
         Args:
             mesh: with the axes of this stack, of any backend.
@@ -175,57 +184,62 @@ class Stack:
             )
         step = train_step
         for layer in self.layers():
-            where = (mesh,) if layer.name in ON_A_MESH else ()
-            step = TRANSFORMS[layer.name](step, *where, *layer.args, **layer.keywords)
+            mesh_args = (mesh,) if layer.name in ON_A_MESH else ()
+            step = TRANSFORMS[layer.name](
+                step, *mesh_args, *layer.args, **layer.keywords
+            )
         return step
 
     @property
     def code(self) -> str:
-        """The same as Python, which makes ``mesh`` and ``step`` of ``train_step``.
+        """The stack as Python, which makes ``mesh`` and ``step`` of ``train_step``.
 
-        It names ``ff`` (and ``torch``, for dtypes), and has no line over 88 columns
-        but for names that are longer.
+        It names ``ff`` (and ``torch``, for dtypes). Lines are at most 88 columns wide,
+        unless a name is longer.
         """
         axes = ", ".join(f'"{name}": {size}' for name, size in self.axes)
         lines, step = [f"mesh = ff.make_mesh({{{axes}}})"], "train_step"
         for layer in self.layers():
-            where = ["mesh"] if layer.name in ON_A_MESH else []
-            given = [step, *where, *_written(layer)]
-            lines += _call(f"step = ff.{layer.name}(", given)
+            mesh_args = ["mesh"] if layer.name in ON_A_MESH else []
+            arguments = [step, *mesh_args, *_written(layer)]
+            lines += _call(f"step = ff.{layer.name}(", arguments)
             step = "step"
         if step == "train_step":
             lines.append("step = train_step")
         if self.layouts:
             state = "ff.init_state(step, init, optimizer, batch, layouts=layouts)"
             lines.append(f"# its state: {state}")
-        cuts = f"ff.local_batch(batch, mesh, {_value(self.cuts)})"
-        batch = cuts if self.cuts else "batch"
-        others = {a: d for a, d in self.dims.items() if d and a in self.means}
+        local_batch = f"ff.local_batch(batch, mesh, {_value(self.row_axes)})"
+        batch = local_batch if self.row_axes else "batch"
+        others = {a: d for a, d in self.dims.items() if d and a in self.batch_axes}
         batch += "".join(f', its dim {d} cut over "{a}"' for a, d in others.items())
-        if self.means:
+        if self.batch_axes:
             lines.append(f"# a rank's batch: {batch}")
         return "\n".join(lines)
 
     def __str__(self) -> str:
-        """In one line: the mesh, and the transforms around one another."""
-        shown = ""
+        """Returns one line: the mesh, and the transforms around one another."""
+        text = ""
         for layer in self.layers():
-            given = [a for a in _written(layer) if a not in (f'"{DATA}"', f'"{PIPE}"')]
-            given = [a.replace("ff.schedules.", "") for a in given]
-            inner = [shown] if shown else []
-            inside = ", ".join([*inner, *given])
-            shown = f"{layer.name}({inside})" if inside else layer.name
+            arguments = [
+                a for a in _written(layer) if a not in (f'"{DATA}"', f'"{PIPE}"')
+            ]
+            arguments = [a.replace("ff.schedules.", "") for a in arguments]
+            inner = [text] if text else []
+            listed = ", ".join([*inner, *arguments])
+            text = f"{layer.name}({listed})" if listed else layer.name
         axes = ", ".join(f"{name}={size}" for name, size in self.axes)
-        return f"{axes}: {shown or 'no transform'}"
+        return f"{axes}: {text or 'no transform'}"
 
 
 def _written(layer: Layer) -> list[str]:
-    """The arguments of a transform as Python."""
+    """Returns the arguments of a transform as Python."""
     keywords = [f"{name}={_value(value)}" for name, value in layer.keywords.items()]
     return [*map(_value, layer.args), *keywords]
 
 
-def _value(value: Any) -> str:
+def _value(value: object) -> str:
+    """Returns one argument of a transform as Python."""
     if isinstance(value, tuple):  # axes
         written = ", ".join(map(_value, value))
         return written if len(value) == 1 else f"({written})"
@@ -240,12 +254,12 @@ def _value(value: Any) -> str:
     return repr(value)  # a number, or a dtype: torch.bfloat16
 
 
-def _call(head: str, given: list[str]) -> list[str]:
-    """A call in one line or, where it is too long, in three."""
-    line = f"{head}{', '.join(given)})"
+def _call(head: str, arguments: list[str]) -> list[str]:
+    """Returns the lines of a call: one or, if that is too long, three."""
+    line = f"{head}{', '.join(arguments)})"
     if len(line) <= 88:
         return [line]
-    return [head, f"    {', '.join(given)}", ")"]
+    return [head, f"    {', '.join(arguments)}", ")"]
 
 
 # What a search finds of stacks
@@ -257,13 +271,13 @@ class Choice:
 
     Args:
         stack: the transforms, as data.
-        seconds: of a step; ``compute``, ``exposed`` and ``bubble`` add up to it, as in
-            an ``Estimate``.
+        seconds: the estimated time of a step; ``compute``, ``exposed`` and ``bubble``
+            add up to it, as in an ``Estimate``.
         peak_bytes: the most that a rank holds, as the plan counts it.
-        fits: whether what an allocator reserves for that, ``needed_bytes``, is within
-            the memory asked for.
-        width: the natural logarithm of how far ``seconds`` may be off.
-        measured: the seconds of a step that ran, where it did.
+        fits: whether ``needed_bytes``, what an allocator reserves for that, is within
+            the memory of the search.
+        width: how far ``seconds`` may be off, as a natural logarithm.
+        measured: the seconds of a step that ran; None if none did.
     """
 
     stack: Stack
@@ -279,7 +293,7 @@ class Choice:
 
     @property
     def axes(self) -> dict[str, int]:
-        """Of the mesh, by name."""
+        """The sizes of the mesh's axes, by name."""
         return dict(self.stack.axes)
 
     @property
@@ -288,7 +302,7 @@ class Choice:
         return self.stack.code
 
     def build(self, train_step: Callable[..., Any], mesh: Mesh) -> Callable[..., Any]:
-        """``train_step``, transformed: what ``code`` makes, on a mesh of one's own.
+        """Returns ``train_step``, transformed as ``code`` says, on a mesh of one's own.
 
         Raises:
             ValueError: a mesh of other axes.
@@ -300,8 +314,13 @@ class Choice:
 
 
 class Skipped(NamedTuple):
-    """A stack that was not planned, or could not be; ``least``: bytes it needs."""
+    """A stack that was not planned, or could not be.
+
+    Args:
+        reason: why not, in words.
+        least_bytes: the bytes that it needs at least, if that is the reason.
+    """
 
     stack: Stack
-    why: str
-    least: int = 0
+    reason: str
+    least_bytes: int = 0

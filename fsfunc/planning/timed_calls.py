@@ -1,8 +1,8 @@
-"""The calls that a machine is measured with, and the watch that times them.
+"""The calls that a machine is measured with, and the stopwatch that times them.
 
-The operators of a step, one call of each: shapes are those of a transformer's
-activations, its logits and its parameters. Which operator a call is, and what it reads
-and writes, is seen when it runs, not said here.
+`calibration` times them: one call of each operator that a transformer's step has, on
+tensors of the shapes of its activations, logits and parameters. Which operator a call
+runs, and what it reads and writes, `calibration` sees when it runs.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from fsfunc.comm.ledgers import silence
 from fsfunc.comm.mesh import Here
 
 aten: Any = torch.ops.aten
-Call = Callable[[], Any]
+Call = Callable[[], Any]  # what is timed; what it returns is dropped
 
 
 @dataclass(frozen=True)
@@ -32,13 +32,15 @@ class Sizes:
     """Sizes of the tensors that a device is measured with.
 
     Args:
-        tokens, width, vocabulary: of the activations; a hidden layer is four times as
-            wide.
-        heads, length: of the attention.
-        products: m = k = n, ascending; ``other``: one of them, for further dtypes.
-        memory: elements of a tensor that no cache holds.
-        touched: of one that is taken anew for each call, as activations are.
-        messages: bytes of the buffers that are sent, ascending.
+        tokens, width, vocabulary: those of the activations and logits; a hidden layer
+            is four times as wide.
+        heads, length: those of the attention.
+        products: the sides m = k = n of products, ascending.
+        other: one of ``products``, at which further dtypes are measured.
+        memory: the elements of a tensor that no cache holds.
+        touched: the elements of one that is allocated anew for each call, as
+            activations are.
+        messages: the bytes of the buffers that are sent, ascending.
     """
 
     tokens: int
@@ -54,32 +56,39 @@ class Sizes:
 
     @staticmethod
     def of(device: torch.device) -> Sizes:
-        """Sizes that a core, or a GPU, gets through in milliseconds."""
+        """Returns sizes that take a core, or a GPU, milliseconds."""
         if device.type == "cpu":
-            sides = (32, 64, 128, 256, 512, 1024)
-            sent = (2**14, 2**17, 2**20, 2**22, 2**23)
-            return Sizes(1024, 256, 4096, 8, 256, sides, 256, 2**23, 2**20, sent)
-        sides = (128, 256, 512, 1024, 2048, 4096, 8192)
-        sent = (2**14, 2**18, 2**22, 2**25, 2**28)
-        return Sizes(8192, 2048, 32768, 16, 2048, sides, 4096, 2**27, 2**24, sent)
+            products = (32, 64, 128, 256, 512, 1024)
+            messages = (2**14, 2**17, 2**20, 2**22, 2**23)
+            return Sizes(1024, 256, 4096, 8, 256, products, 256, 2**23, 2**20, messages)
+        products = (128, 256, 512, 1024, 2048, 4096, 8192)
+        messages = (2**14, 2**18, 2**22, 2**25, 2**28)
+        return Sizes(
+            8192, 2048, 32768, 16, 2048, products, 4096, 2**27, 2**24, messages
+        )
 
 
 def specimens(sizes: Sizes, device: torch.device) -> list[Call]:
-    """Calls of one operator each, but for those that a device makes of several."""
-    draw = torch.Generator(device).manual_seed(0)
+    """Returns calls of one operator each; a device may compose some of several."""
+    generator = torch.Generator(device).manual_seed(0)
 
     def normal(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=draw, device=device)
+        return torch.randn(*shape, generator=generator, device=device)
 
-    tokens, width, words = sizes.tokens, sizes.width, sizes.vocabulary
+    tokens, width, vocabulary = sizes.tokens, sizes.width, sizes.vocabulary
     x, y = normal(tokens, 4 * width), normal(tokens, 4 * width)
-    inside, row = normal(tokens, width), normal(width)
+    activations, weights = normal(tokens, width), normal(width)
     return [
         *_pointwise(x, y),
         *_copies(x, y, sizes),
-        *_norms(inside, normal(tokens, width), row),
-        *_words(normal(words, width), normal(tokens, words), inside, draw),
-        *_optimizer(normal(words, 4 * width)),
+        *_norms(activations, normal(tokens, width), weights),
+        *_words(
+            normal(vocabulary, width),
+            normal(tokens, vocabulary),
+            activations,
+            generator,
+        ),
+        *_optimizer(normal(vocabulary, 4 * width)),
     ]
 
 
@@ -128,7 +137,7 @@ def _copies(x: Tensor, y: Tensor, sizes: Sizes) -> list[Call]:
 def _norms(x: Tensor, g: Tensor, w: Tensor) -> list[Call]:
     shape = [x.shape[-1]]
     _, mean, rstd = aten.native_layer_norm(x, shape, w, w, 1e-5)
-    found: list[Call] = [
+    calls: list[Call] = [
         lambda: F.rms_norm(x, shape, w, 1e-5),
         lambda: aten.native_layer_norm(x, shape, w, w, 1e-5),
         lambda: aten.native_layer_norm_backward(
@@ -136,38 +145,44 @@ def _norms(x: Tensor, g: Tensor, w: Tensor) -> list[Call]:
         ),
     ]
     if x.device.type == "cuda":
-        found.append(
+        calls.append(
             lambda: aten._fused_rms_norm_backward(g, x, shape, rstd, w, [True, True])
         )
-    return found
+    return calls
 
 
-def _words(table: Tensor, logits: Tensor, g: Tensor, draw: Any) -> list[Call]:
-    words = table.shape[0]
-    at = torch.randint(words, g.shape[:1], generator=draw, device=g.device)
-    likely = torch.log_softmax(logits, -1)
-    one = logits.new_ones(())
-    _, count = aten.nll_loss_forward(likely, at, None, 1, -100)
+def _words(
+    table: Tensor, logits: Tensor, g: Tensor, generator: torch.Generator
+) -> list[Call]:
+    vocabulary = table.shape[0]
+    row_numbers = torch.randint(
+        vocabulary, g.shape[:1], generator=generator, device=g.device
+    )
+    log_probs = torch.log_softmax(logits, -1)
+    cotangent = logits.new_ones(())
+    _, count = aten.nll_loss_forward(log_probs, row_numbers, None, 1, -100)
     return [
-        lambda: aten.embedding(table, at),
-        lambda: aten.embedding_dense_backward(g, at, words, -1, False),
+        lambda: aten.embedding(table, row_numbers),
+        lambda: aten.embedding_dense_backward(g, row_numbers, vocabulary, -1, False),
         lambda: aten._log_softmax(logits, -1, False),
-        lambda: aten._log_softmax_backward_data(logits, likely, -1, logits.dtype),
-        lambda: aten.nll_loss_forward(likely, at, None, 1, -100),
-        lambda: aten.nll_loss_backward(one, likely, at, None, 1, -100, count),
+        lambda: aten._log_softmax_backward_data(logits, log_probs, -1, logits.dtype),
+        lambda: aten.nll_loss_forward(log_probs, row_numbers, None, 1, -100),
+        lambda: aten.nll_loss_backward(
+            cotangent, log_probs, row_numbers, None, 1, -100, count
+        ),
     ]
 
 
 def _optimizer(p: Tensor) -> list[Call]:
     m, v, g = torch.zeros_like(p), torch.ones_like(p), torch.ones_like(p)
     step = torch.ones((), device=p.device)
-    how = dict(lr=0.0, beta1=0.9, beta2=0.95, weight_decay=0.1, eps=1e-8)
-    how.update(amsgrad=False, maximize=False)
-    return [lambda: aten._fused_adamw_([p], [g], [m], [v], [], [step], **how)]
+    options = dict(lr=0.0, beta1=0.9, beta2=0.95, weight_decay=0.1, eps=1e-8)
+    options.update(amsgrad=False, maximize=False)
+    return [lambda: aten._fused_adamw_([p], [g], [m], [v], [], [step], **options)]
 
 
 def attention(sizes: Sizes, device: torch.device, dtype: torch.dtype) -> Call:
-    """Causal attention of one sequence, forward and backward."""
+    """Returns a call: causal attention of one sequence, forward and backward."""
     shape = (1, sizes.heads, sizes.length, 64)
     q, k, v, g = (torch.randn(shape, device=device, dtype=dtype) for _ in range(4))
     for x in (q, k, v):
@@ -182,7 +197,7 @@ def attention(sizes: Sizes, device: torch.device, dtype: torch.dtype) -> Call:
 
 
 def chain(device: torch.device, length: int) -> Call:
-    """``length`` operators without work forward, and as many backward."""
+    """Returns a call: ``length`` tiny operators forward, and as many backward."""
     x = torch.ones(4, device=device, requires_grad=True)
 
     def call() -> Any:
@@ -195,16 +210,17 @@ def chain(device: torch.device, length: int) -> Call:
     return call
 
 
-def layer(n: int, turns: int, device: torch.device, dtype: torch.dtype) -> Call:
-    """Three products of [n, n]: a layer's forward and its two gradients.
+def layer(n: int, n_sets: int, device: torch.device, dtype: torch.dtype) -> Call:
+    """Returns a call: a layer's product and its two gradients, of [n, n] each.
 
-    ``turns`` sets of tensors take turns, as a step's products read what no other did.
+    ``n_sets`` sets of tensors take turns, so that no cache has them: each product of a
+    step reads other tensors.
     """
-    x, y, out = (torch.randn(turns, n, n, device=device).to(dtype) for _ in range(3))
-    turn = cycle(range(turns))
+    x, y, out = (torch.randn(n_sets, n, n, device=device).to(dtype) for _ in range(3))
+    set_numbers = cycle(range(n_sets))
 
     def call() -> None:
-        i = next(turn)
+        i = next(set_numbers)
         torch.mm(x[i], y[i].t(), out=out[i])
         torch.mm(x[i], y[i], out=out[i])
         torch.mm(x[i].t(), y[i], out=out[i])
@@ -214,7 +230,7 @@ def layer(n: int, turns: int, device: torch.device, dtype: torch.dtype) -> Call:
 
 # Timing
 
-FEWEST = 3
+FEWEST = 3  # at least so many times make a median
 
 
 class Stopwatch:
@@ -222,59 +238,64 @@ class Stopwatch:
 
     Args:
         device: where the calls compute.
-        at: which rank of which mesh this is; None: a process alone.
-        seconds: for all that is timed together.
+        place: this rank and its mesh; None: a process alone.
+        seconds: the time for all measurements together.
     """
 
-    def __init__(self, device: torch.device, at: Here | None, seconds: float):
+    device: torch.device
+    seconds: float
+
+    def __init__(self, device: torch.device, place: Here | None, seconds: float):
         self.device, self.seconds = device, seconds
-        self.where: RankGroup | None = None
-        if at is not None and at.mesh.size > 1:
-            self.where = get_group(tuple(at.mesh.axes), at)
+        self.rank_group: RankGroup | None = None
+        if place is not None and place.mesh.size > 1:
+            self.rank_group = get_group(tuple(place.mesh.axes), place)
 
     def __call__(self, call: Callable[[], Any], share: float, batch: int = 1) -> float:
-        """Seconds of a call: the lower quartile of many, averaged over the ranks.
+        """Returns the seconds of a call: the lower quartile of many, over the ranks.
 
         Ranks start together and go on for a ``share`` of all the time, so that each is
-        measured beside the others. Calls above the median show other programs.
+        measured beside the others. Slow calls are those that other programs disturbed:
+        so a quartile, and no mean.
 
         Args:
-            batch: calls between two looks at the clock.
+            batch: calls between two readings of the clock.
         """
         batch *= 10 if self.device.type == "cuda" else 1
-        self._once(call, batch)
+        self._seconds_of(call, batch)
         self.mean(0.0)
         times, end = [], time.perf_counter() + share * self.seconds
         while len(times) < FEWEST or time.perf_counter() < end:
-            times.append(self._once(call, batch))
+            times.append(self._seconds_of(call, batch))
         return self.mean(sorted(times)[len(times) // 4])
 
-    def together(self, call: Callable[[], Any], share: float) -> float:
-        """Seconds of a call that sends: the median of many, as all ranks make it.
+    def time_transfer(self, call: Callable[[], Any], share: float) -> float:
+        """Returns the seconds of a call that sends: the median of many.
 
-        Not a quartile: that one rank comes late is what sending costs.
+        All ranks make the same number of calls. The median and no quartile, as waiting
+        for a late rank is a part of what sending costs.
         """
-        self._once(call, 1)
-        first = max(self.most(self._once(call, 1)), 1e-9)
-        count = max(FEWEST, int(share * self.seconds / first))
-        return self.mean(median(self._once(call, 1) for _ in range(count)))
+        self._seconds_of(call, 1)
+        first_seconds = max(self.largest(self._seconds_of(call, 1)), 1e-9)
+        count = max(FEWEST, int(share * self.seconds / first_seconds))
+        return self.mean(median(self._seconds_of(call, 1) for _ in range(count)))
 
     def mean(self, value: float) -> float:
-        """The mean over all ranks; also where they wait for each other."""
+        """Returns the mean over all ranks, which so wait for each other."""
         return self._over_ranks(pmean, value)
 
-    def most(self, value: float) -> float:
-        """The largest of all ranks."""
+    def largest(self, value: float) -> float:
+        """Returns the largest value of all ranks."""
         return self._over_ranks(pmax, value)
 
     def _over_ranks(self, collective: Callable[..., Any], value: float) -> float:
-        if self.where is None:
+        if self.rank_group is None:
             return value
         x = torch.tensor([value], dtype=torch.float64, device=self.device)
         with silence():
-            return float(collective(x, self.where.axis).item())
+            return float(collective(x, self.rank_group.axis).item())
 
-    def _once(self, call: Callable[[], Any], batch: int) -> float:
+    def _seconds_of(self, call: Callable[[], Any], batch: int) -> float:
         self._wait()
         start = time.perf_counter()
         for _ in range(batch):

@@ -1,12 +1,18 @@
-"""Stacks tried on one loss and one batch: planned, estimated, and what failed noted."""
+"""Stacks tried on one loss and one batch: planned and estimated, or skipped.
+
+`stack_search` decides the order of trials. `Trials.try_stack` asks first what is cheap
+to know, and plans only what may fit: the bytes of the state, those of gradients and of
+activations by earlier plans (`foreseen_bytes`), an outline in closed form; then `plan`,
+`estimate` and `needed_bytes`.
+"""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -16,13 +22,14 @@ from fsfunc.comm.launch import spmd
 from fsfunc.comm.ledgers import Record
 from fsfunc.comm.mesh import Mesh
 from fsfunc.core.autodiff import value_and_grad
+from fsfunc.optim.optimizer import Optimizer
 from fsfunc.planning.allocation import fits, needed_bytes
 from fsfunc.planning.candidates import (
     Axes,
     Space,
-    lowered,
+    least_state_bytes,
     stages_of,
-    whole_gradients,
+    whole_gradient_bytes,
 )
 from fsfunc.planning.estimation import estimate
 from fsfunc.planning.hardware import replace
@@ -34,31 +41,62 @@ from fsfunc.planning.stacks import DATA, NODE, PIPE, Choice, Skipped, Stack
 from fsfunc.printing.tables import of_bytes
 from fsfunc.runtime.memory import KINDS
 from fsfunc.state.layout_rules import splits_of
+from fsfunc.state.train_state import TrainState
 from fsfunc.tracing.tracer import program
+from fsfunc.tree.types import Leaf, PyTree
 
-# Of an outline's bytes over what may be held: too large surely, and maybe not.
+_T = TypeVar("_T")
+
+# An outline's bytes over the memory: above SURE no plan will fit; above NEAR a stack is
+# tried last.
 SURE, NEAR = 1.5, 1.1
-OFF = 1.3  # of an outline's time, against that of the fastest plan
+OFF = 1.3  # an outline's time may be off by this factor
 
 
 @dataclass(frozen=True, eq=False)
 class Training:
-    """What is to be trained by some stack.
+    """What a stack is to train.
 
     Args:
-        loss_fn: ``loss_fn(params, batch)``; ``optimizer``: updates the parameters.
-        params: the whole parameters; ``batch``: of all ranks together. Or functions
-            that return them.
+        loss_fn: ``loss_fn(params, batch)``.
+        optimizer: what updates the parameters.
+        params: the whole parameters, or a function that returns them.
+        batch: that of all ranks together, or a function that returns it.
     """
 
-    loss_fn: Callable[..., Any]
-    optimizer: Any
-    params: Any
-    batch: Any
+    loss_fn: Callable[..., PyTree]
+    optimizer: Optimizer
+    params: PyTree
+    batch: PyTree
 
 
 class Trials:
-    """Stacks tried so far, on one loss and one batch."""
+    """The stacks tried so far, on one loss and one batch.
+
+    Attributes:
+        params, moments: bytes of all of them, whole.
+        activations: by what decides them beside rows (`_computes`), pairs (rows of a
+            part, bytes of activations) of each plan.
+        too_large: (foreseen bytes, stack) of those that were skipped as too large.
+        tried, skipped: the results.
+        sent_over: by axes of layouts, what a forward sends over them.
+        split_errors: by sizes of these axes, why the loss cannot run over them, or "".
+        errors: what plans raised.
+    """
+
+    space: Space
+    optimizer: Optimizer
+    hardware: Hardware
+    memory: float
+    bounded: Hardware
+    loss_fn: Callable[..., PyTree]
+    lone_mesh: Mesh
+    batch: PyTree
+    init: Callable[[], PyTree]
+    rows: int
+    step: Callable[..., tuple[TrainState, dict[str, Tensor]]]
+    params: int
+    moments: int
 
     def __init__(
         self, training: Training, hardware: Hardware, memory: float, space: Space
@@ -68,251 +106,290 @@ class Trials:
         self.hardware, self.memory = hardware, memory
         self.bounded = replace(hardware, memory=memory)
         self.loss_fn = loss_fn
-        self.alone = Mesh(dict.fromkeys(space.named, 1), "abstract")
-        self.batch = batch = self._once(batch) if callable(batch) else batch
+        self.lone_mesh = Mesh(dict.fromkeys(space.required_axes, 1), "abstract")
+        # Functions that make parameters or a batch run on fake tensors here, so that
+        # nothing of their size is allocated.
+        self.batch = batch = self._run_fake(batch) if callable(batch) else batch
         self.init = params if callable(params) else lambda: _alike(params)
         self.rows = _rows(batch)
         for axis, dim in space.dims.items():
-            if not self._lengths(dim):
+            if not self._dim_sizes(dim):
                 raise ValueError(f'dims: "{axis}" cuts dim {dim}, which no batch has')
         self.step = _train_step(loss_fn, self.optimizer)
-        self.params, self.moments = self._once(self._sizes)
-        # By what decides them: (rows of a part, bytes of activations) of each plan.
-        self.activations: dict[Any, list[tuple[int, int]]] = {}
-        self.large: list[tuple[int, Stack]] = []  # foreseen bytes of what is skipped
+        self.params, self.moments = self._run_fake(self._state_bytes)
+        self.activations: dict[Hashable, list[tuple[int, int]]] = {}
+        self.too_large: list[tuple[int, Stack]] = []
         self.tried: list[Choice] = []
         self.skipped: list[Skipped] = []
-        # By axes of layouts: sizes, and what a forward sends; by sizes, why it cannot.
-        self.sent: dict[frozenset[str], Sent] = {}
-        self.unsplit: dict[Axes, str] = {}
+        self.sent_over: dict[frozenset[str], Sent] = {}
+        self.split_errors: dict[Axes, str] = {}
         self.errors: list[Exception] = []
 
-    def skip(self, stacks: Sequence[Stack], why: str) -> None:
-        """Notes stacks that are not planned."""
-        self.skipped.extend(Skipped(stack, why) for stack in stacks)
+    def skip(self, stacks: Sequence[Stack], reason: str) -> None:
+        """Records stacks that are not planned, and why."""
+        self.skipped.extend(Skipped(stack, reason) for stack in stacks)
 
     def lies_on(self, axes: Axes) -> bool:
-        """True if the batch can be cut for a mesh; else the mesh is skipped."""
-        stack = self.space.on(axes)
+        """Returns whether the batch can be cut for a mesh; if not, skips the mesh."""
+        stack = self.space.base_stack(axes)
         for dim, parts in stack.parts_by_dim.items():
-            odd = [n for n in self._lengths(dim) if n % parts]
-            if odd:
-                what = f"{odd[0]} rows" if dim == 0 else f"{odd[0]} in dim {dim}"
-                why = f"the batch of {what} cannot be cut into {parts} parts"
-                self.skip([stack], why)
+            uncut = [n for n in self._dim_sizes(dim) if n % parts]
+            if uncut:
+                size = f"{uncut[0]} rows" if dim == 0 else f"{uncut[0]} in dim {dim}"
+                reason = f"the batch of {size} cannot be cut into {parts} parts"
+                self.skip([stack], reason)
                 return False
-        over = frozenset(axis for axis, _ in stack.split_over)
-        if over and over not in self.sent and (why := self._unsplit(stack)):
-            self.skip([stack], why)
+        layout_axes = frozenset(axis for axis, _ in stack.split_over)
+        if (
+            layout_axes
+            and layout_axes not in self.sent_over
+            and (reason := self._why_unsplit(stack))
+        ):
+            self.skip([stack], reason)
             return False
         return True
 
-    def _unsplit(self, stack: Stack) -> str:
-        """The reason why the loss does not run over the axes of its layouts, if any."""
+    def _why_unsplit(self, stack: Stack) -> str:
+        """Returns why the loss does not run over the axes of its layouts, or ""."""
         sizes = stack.split_over
-        if sizes and sizes not in self.unsplit:
-            self.unsplit[sizes] = self._forward(self.space.on(sizes))
-        return self.unsplit.get(sizes, "")
+        if sizes and sizes not in self.split_errors:
+            self.split_errors[sizes] = self._plan_forward(self.space.base_stack(sizes))
+        return self.split_errors.get(sizes, "")
 
-    def _forward(self, stack: Stack) -> str:
-        """Notes what a forward sends over these axes alone; or why it cannot be."""
+    def _plan_forward(self, stack: Stack) -> str:
+        """Records what a forward sends over a stack's axes; returns an error, or ""."""
 
-        def forward(state: Any, batch: Any) -> Any:
+        def forward(state: TrainState, batch: PyTree) -> PyTree:
             return self.loss_fn(state.params, batch)
 
-        given = forward, self.init, self.optimizer, self._local(stack.parts_by_dim)
+        plan_args = (
+            forward,
+            self.init,
+            self.optimizer,
+            self._local_batch(stack.parts_by_dim),
+        )
         try:
             mesh = Mesh(dict(stack.axes), "abstract")
-            found = plan(*given, mesh=mesh, layouts=stack.layouts).records()
+            records = plan(*plan_args, mesh=mesh, layouts=stack.layouts).records()
         except (ValueError, RuntimeError) as error:
             self.errors.append(error)
             return str(error)
-        sent = Counter(Record(r.op, r.axis, r.bytes, r.dtype) for r in found)
-        self.sent[frozenset(mesh.axes)] = dict(mesh.axes), sent
+        counts = Counter(Record(r.op, r.axis, r.bytes, r.dtype) for r in records)
+        self.sent_over[frozenset(mesh.axes)] = dict(mesh.axes), counts
         return ""
 
-    def least(self, stack: Stack) -> int:
-        """Bytes of parameters and moments, below which the stack cannot stay."""
-        return lowered(stack, self.params, self.moments)
+    def least_bytes(self, stack: Stack) -> int:
+        """Returns the bytes of parameters and moments, which a stack holds at least."""
+        return least_state_bytes(stack, self.params, self.moments)
 
-    def foreseen(self, stack: Stack) -> int:
-        """Bytes that the stack will hold at least, by those that were planned.
+    def foreseen_bytes(self, stack: Stack) -> int:
+        """Returns the bytes that a stack will hold at least, by earlier plans.
 
-        Whole gradients or activations, beside parameters and moments. A rank's
-        activations grow with the rows of a part, and depend on no ``zero``.
+        That is parameters and moments, with whole gradients or with activations. A
+        rank's activations grow with the rows of a part, and do not depend on ``zero``:
+        a plan with fewer rows is a lower bound.
         """
         rows, planned = self._rows_of(stack), self.activations.get(_computes(stack), ())
-        most = max((a for n, a in planned if n <= rows), default=0)
-        return self.least(stack) + max(most, whole_gradients(stack, self.params))
+        activations = max((a for n, a in planned if n <= rows), default=0)
+        return self.least_bytes(stack) + max(
+            activations, whole_gradient_bytes(stack, self.params)
+        )
 
     def _rows_of(self, stack: Stack) -> int:
         return self.rows // stack.parts // stack.accumulate
 
-    def _large(self, stack: Stack) -> str:
-        """The reason why a stack is foreseen not to fit, which is noted; "" if not."""
-        why = "too large with whole gradients, or activations as in another plan"
-        if (foreseen := self.foreseen(stack)) <= self.memory:
-            foreseen = int(self.outlines.of(stack).bytes / SURE)
-            why = "an outline of it does not fit by far"
-        if foreseen <= self.memory:
+    def _why_too_large(self, stack: Stack) -> str:
+        """Returns why a stack is foreseen not to fit, or ""; records its bytes."""
+        reason = "too large with whole gradients, or activations as in another plan"
+        if (n_bytes := self.foreseen_bytes(stack)) <= self.memory:
+            n_bytes = int(self.outlines.outline(stack).bytes / SURE)
+            reason = "an outline of it does not fit by far"
+        if n_bytes <= self.memory:
             return ""
-        self.large.append((foreseen, stack))
-        return why
+        self.too_large.append((n_bytes, stack))
+        return reason
 
-    def try_one(self, stack: Stack, anyway: bool = False) -> Choice | None:
-        """The stack's figures; None, and the reason noted, where it cannot be.
+    def try_stack(self, stack: Stack, anyway: bool = False) -> Choice | None:
+        """Plans and estimates a stack; returns None and records why if it cannot.
 
         Args:
-            anyway: whether it is planned though it is foreseen not to fit.
+            anyway: whether it is planned even if it is foreseen not to fit.
         """
         stages = stages_of(stack)
         if stages > 1 and stages > (units := len(self.outlines.calls)):
             self.skip([stack], f"{stages} stages are more than {units} unit calls")
             return None
-        if why := self.unsplit.get(stack.split_over):
-            self.skip([stack], why)
+        if reason := self.split_errors.get(stack.split_over):
+            self.skip([stack], reason)
             return None
-        least = self.least(stack)
-        if least > self.memory:
-            why = f"parameters and moments alone are {of_bytes(least)}"
-            self.skipped.append(Skipped(stack, why, least))
+        # From here on from the cheapest test to a plan.
+        least_bytes = self.least_bytes(stack)
+        if least_bytes > self.memory:
+            reason = f"parameters and moments alone are {of_bytes(least_bytes)}"
+            self.skipped.append(Skipped(stack, reason, least_bytes))
             return None
-        if not anyway and (why := self._large(stack)):
-            self.skip([stack], why)
+        if not anyway and (reason := self._why_too_large(stack)):
+            self.skip([stack], reason)
             return None
-        found = self._planned(stack)
-        if found is None:
+        planned = self._plan_stack(stack)
+        if planned is None:
             return None
-        held = self.activations.setdefault(_computes(stack), [])
-        held.append((self._rows_of(stack), max(map(_activations, found.ranks))))
-        timed = estimate(found, self.hardware)
-        needed = needed_bytes(found, self.bounded)
+        activations = self.activations.setdefault(_computes(stack), [])
+        activations.append(
+            (self._rows_of(stack), max(map(_activations, planned.ranks)))
+        )
+        estimated = estimate(planned, self.hardware)
+        needed = needed_bytes(planned, self.bounded)
         choice = Choice(
             stack=stack,
-            seconds=timed.seconds,
-            peak_bytes=found.peak_bytes,
-            fits=fits(found, self.bounded),
-            compute=timed.compute,
-            exposed=timed.exposed,
-            bubble=timed.bubble,
-            width=timed.width,
+            seconds=estimated.seconds,
+            peak_bytes=planned.peak_bytes,
+            fits=fits(planned, self.bounded),
+            compute=estimated.compute,
+            exposed=estimated.exposed,
+            bubble=estimated.bubble,
+            width=estimated.width,
             needed_bytes=needed,
         )
         self.tried.append(choice)
         return choice
 
-    def _planned(self, stack: Stack) -> Plan | None:
-        """The stack's plan; None, and the reason noted, where it cannot be."""
+    def _plan_stack(self, stack: Stack) -> Plan | None:
+        """Returns the stack's plan; None, with the reason recorded, if it has none."""
         mesh = Mesh(dict(stack.axes), "abstract")
         try:
             step = stack.apply(self.step, mesh)
-            given = step, self.init, self.optimizer, self._local(stack.parts_by_dim)
-            how = {"layouts": stack.layouts, "device": self.hardware.device}
-            return plan(*given, mesh=mesh, **how)
+            plan_args = (
+                step,
+                self.init,
+                self.optimizer,
+                self._local_batch(stack.parts_by_dim),
+            )
+            options = {"layouts": stack.layouts, "device": self.hardware.device}
+            return plan(*plan_args, mesh=mesh, **options)
         except (ValueError, RuntimeError) as error:
-            why = self._unsplit(stack)
-            if not why and isinstance(error, RuntimeError) and stack.schedule is None:
+            reason = self._why_unsplit(stack)
+            # A loss that reads a value fails under every stack, and is to be mended.
+            # Under a pipeline another error may be of this cut into stages alone.
+            if (
+                not reason
+                and isinstance(error, RuntimeError)
+                and stack.schedule is None
+            ):
                 raise
             self.errors.append(error)
-            self.skip([stack], why or str(error))
+            self.skip([stack], reason or str(error))
             return None
 
     def try_promising(self, stacks: Sequence[Stack], plans: int) -> None:
-        """Tries those whose outlines are best, until so many are planned.
+        """Tries the stacks with the best outlines, until so many are planned.
 
-        And as many more, three at least, the smallest, where none of them fits.
+        If none of them fits, it tries as many more, three at least, the smallest.
         """
-        outlines = {stack: self.outlines.of(stack) for stack in stacks}
+        outlines = {stack: self.outlines.outline(stack) for stack in stacks}
         sizes = {stack: outline.bytes for stack, outline in outlines.items()}
-        rest = [stack for stack in stacks if sizes[stack] > NEAR * self.memory]
-        large = set(rest)
-        for stack in sorted(outlines.keys() - large, key=lambda s: outlines[s].order):
+        others = [stack for stack in stacks if sizes[stack] > NEAR * self.memory]
+        too_large = set(others)
+        for stack in sorted(
+            outlines.keys() - too_large, key=lambda s: outlines[s].order
+        ):
             if len(self.tried) < plans and not self._is_slower(outlines[stack]):
-                self.try_one(stack)
+                self.try_stack(stack)
             else:
-                rest.append(stack)
-        for stack in sorted(rest, key=sizes.__getitem__)[: max(plans, 3)]:
+                others.append(stack)
+        for stack in sorted(others, key=sizes.__getitem__)[: max(plans, 3)]:
             if not any(choice.fits for choice in self.tried):
-                rest.remove(stack)
-                self.try_one(stack)
-        for stack in rest:
-            if stack in large:
+                others.remove(stack)
+                self.try_stack(stack)
+        for stack in others:
+            if stack in too_large:
                 self.skip([stack], "an outline of it does not fit")
             else:
-                why = "by an outline others are faster, which were planned"
-                self.skip([stack], why)
+                reason = "by an outline others are faster, which were planned"
+                self.skip([stack], reason)
 
     def _is_slower(self, outline: Outline) -> bool:
-        """True where a stack that was planned is faster, as far as outlines are off."""
-        fits = [choice for choice in self.tried if choice.fits]
-        if not fits:
+        """Returns whether a planned stack is faster, as far as outlines may be off."""
+        fitting = [choice for choice in self.tried if choice.fits]
+        if not fitting:
             return False
-        least = min(c.seconds / self.outlines.of(c.stack).seconds for c in fits)
-        return outline.seconds * least > OFF * min(c.seconds for c in fits)
+        # Outlines are off by much the same factor for all stacks of one loss. The least
+        # factor so far makes of an outline the least time that a plan may find.
+        least_ratio = min(
+            c.seconds / self.outlines.outline(c.stack).seconds for c in fitting
+        )
+        return outline.seconds * least_ratio > OFF * min(c.seconds for c in fitting)
 
     def find_closest(self) -> None:
-        """Plans what was skipped, until all others are foreseen to be larger."""
-        for foreseen, stack in sorted(self.large, key=lambda pair: pair[0]):
+        """Plans skipped stacks, until all others are foreseen to be larger.
+
+        So an error can say by how much the closest stack misses.
+        """
+        for n_bytes, stack in sorted(self.too_large, key=lambda pair: pair[0]):
             closest = min((c.peak_bytes for c in self.tried), default=None)
-            if closest is not None and foreseen >= closest:
+            if closest is not None and n_bytes >= closest:
                 return
             self.skipped = [s for s in self.skipped if s.stack != stack]
-            self.try_one(stack, anyway=True)
+            self.try_stack(stack, anyway=True)
 
     # Everything below runs on fake tensors.
 
-    def _once(self, run: Callable[[], Any]) -> Any:
-        return spmd(run, self.alone)()[0]
+    def _run_fake(self, run: Callable[[], _T]) -> _T:
+        return spmd(run, self.lone_mesh)()[0]
 
-    def _sizes(self) -> tuple[int, int]:
+    def _state_bytes(self) -> tuple[int, int]:
         params = self.init()
         paths, leaves, _ = tree.flatten_with_paths(params)
-        found = dict(zip(paths, leaves, strict=True))
-        splits_of(self.space.layouts, found, self.alone, (PIPE,))
+        leaf_by_path = dict(zip(paths, leaves, strict=True))
+        splits_of(self.space.layouts, leaf_by_path, self.lone_mesh, (PIPE,))
         return _bytes(params), _bytes(self.optimizer.init(params))
 
     @cached_property
     def outlines(self) -> Outlines:
-        """The outlines of stacks, of the loss recorded once."""
-        found = self._once(
-            lambda: program(self.loss_fn, _alike(self.init()), self._local({})())
+        """The outlines of stacks, from one recording of the loss."""
+        recorded = self._run_fake(
+            lambda: program(self.loss_fn, _alike(self.init()), self._local_batch({})())
         )
         sizes = self.rows, self.params, self.moments
-        return Outlines(found, *sizes, self.hardware, self.sent)
+        return Outlines(recorded, *sizes, self.hardware, self.sent_over)
 
-    def _lengths(self, dim: int) -> list[int]:
-        """Of the batch's tensors, in that dim."""
+    def _dim_sizes(self, dim: int) -> list[int]:
+        """Returns the sizes of the batch's tensors in a dim."""
         leaves = [x for x in tree.leaves(self.batch) if isinstance(x, Tensor)]
         return [x.shape[dim] for x in leaves if x.ndim > dim]
 
-    def _local(self, parts: Mapping[int, int]) -> Callable[[], Any]:
-        """Makes a rank's batch: a fake one, where it is called."""
+    def _local_batch(self, parts: Mapping[int, int]) -> Callable[[], PyTree]:
+        """Returns a function that makes a rank's batch, fake inside a plan."""
         return lambda: _alike(self.batch, parts)
 
 
-def _computes(stack: Stack) -> Any:
-    """The settings that a part's activations depend on, beside its rows."""
-    others = tuple((a, n) for a, n in stack.axes if a not in (DATA, NODE))
-    kept = stack.compute, "activations" in stack.offload
-    return others, stack.remat, stack.schedule, stack.microbatches, *kept
+def _computes(stack: Stack) -> Hashable:
+    """Returns the settings that a part's activations depend on, beside its rows."""
+    other_axes = tuple((a, n) for a, n in stack.axes if a not in (DATA, NODE))
+    settings = stack.compute, "activations" in stack.offload
+    return other_axes, stack.remat, stack.schedule, stack.microbatches, *settings
 
 
-def _activations(own: RankPlan) -> int:
-    """The most bytes of activations that a rank holds at once."""
-    at = KINDS.index("activations")
-    return max((row[at] for _, row in own.memory), default=0)
+def _activations(rank_plan: RankPlan) -> int:
+    """Returns the most bytes of activations that a rank holds at once."""
+    index = KINDS.index("activations")
+    return max((row[index] for _, row in rank_plan.memory), default=0)
 
 
-def _train_step(loss_fn: Callable[..., Any], optimizer: Any) -> Callable[..., Any]:
-    def train_step(state: Any, batch: Any) -> tuple[Any, dict[str, Any]]:
+def _train_step(
+    loss_fn: Callable[..., PyTree], optimizer: Optimizer
+) -> Callable[..., tuple[TrainState, dict[str, Tensor]]]:
+    def train_step(
+        state: TrainState, batch: PyTree
+    ) -> tuple[TrainState, dict[str, Tensor]]:
         loss, grads = value_and_grad(loss_fn)(state.params, batch)
         return state.apply_gradients(grads, optimizer), {"loss": loss}
 
     return train_step
 
 
-def _rows(batch: Any) -> int:
-    """Dim 0 of all leaves of the batch."""
+def _rows(batch: PyTree) -> int:
+    """Returns the rows of a batch: dim 0, in which all its tensors agree."""
     paths, leaves, _ = tree.flatten_with_paths(batch)
     sizes = {
         path: tuple(x.shape)
@@ -328,24 +405,27 @@ def _rows(batch: Any) -> int:
     return rows.pop() or 0
 
 
-def _alike(t: Any, parts: Mapping[int, int] = {}) -> Any:
-    """Tensors like those in a tree, cut into parts by dim; equal ones stay equal."""
-    made: dict[int, Tensor] = {}
+def _alike(values: PyTree, parts: Mapping[int, int] = {}) -> PyTree:
+    """Returns a tree of empty tensors of the same shapes, cut into parts by dim.
 
-    def one(x: Any) -> Any:
+    A tensor that is twice in the tree, as a tied weight, is one tensor again.
+    """
+    copies: dict[int, Tensor] = {}
+
+    def copy(x: Leaf) -> Leaf:
         if not isinstance(x, Tensor):
             return x
-        if id(x) not in made:
+        if id(x) not in copies:
             shape = [n // parts.get(dim, 1) for dim, n in enumerate(x.shape)]
-            runs = x.device.type == "cuda" and torch.cuda.is_available()
-            device = x.device if runs else "cpu"
-            made[id(x)] = torch.empty(shape, dtype=x.dtype, device=device)
-        return made[id(x)]
+            is_here = x.device.type == "cuda" and torch.cuda.is_available()
+            device = x.device if is_here else "cpu"
+            copies[id(x)] = torch.empty(shape, dtype=x.dtype, device=device)
+        return copies[id(x)]
 
-    return tree.map(one, t)
+    return tree.map(copy, values)
 
 
-def _bytes(t: Any) -> int:
-    """Of the tensors in a tree, each once."""
-    found = {id(x): x.nbytes for x in tree.leaves(t) if isinstance(x, Tensor)}
-    return sum(found.values())
+def _bytes(values: PyTree) -> int:
+    """Returns the bytes of the tensors in a tree, each once."""
+    sizes = {id(x): x.nbytes for x in tree.leaves(values) if isinstance(x, Tensor)}
+    return sum(sizes.values())

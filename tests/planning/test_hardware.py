@@ -14,7 +14,12 @@ from hypothesis import strategies as st
 import fsfunc as ff
 from fsfunc.planning import calibration
 from fsfunc.planning import hardware as hw
-from fsfunc.planning.calibration import line, measure_hardware, middle, peaked
+from fsfunc.planning.calibration import (
+    fit_line,
+    measure_hardware,
+    medians,
+    rescale_to_peak,
+)
 from fsfunc.planning.hardware import Hardware, Level
 from fsfunc.planning.timed_calls import Stopwatch
 from tests.checks import all_refused
@@ -172,7 +177,7 @@ def test_the_largest_rate_is_the_peak():
     """Also where the passes had theirs at other sizes."""
     fields = {"peak": {"float32": 8.0}, "efficiency": [(64, 0.25), (128, 0.5)]}
     expected = {"peak": {"float32": 4.0}, "efficiency": [(64, 0.5), (128, 1.0)]}
-    assert peaked(fields) == expected
+    assert rescale_to_peak(fields) == expected
 
 
 def test_a_disturbed_pass_is_not_in_the_median():
@@ -182,19 +187,19 @@ def test_a_disturbed_pass_is_not_in_the_median():
         {"overhead": 9.0, "rates": {"a": 0.1}, "levels": level(0.1), "fresh": 2.0},
         {"overhead": 1.1, "rates": {"a": 5.1}, "levels": level(2.1), "fresh": None},
     ]
-    found = middle(passes)
+    found = medians(passes)
     assert found["overhead"] == 1.1 and found["rates"] == {"a": 5.0}
     assert found["levels"] == [Level(0, 2.0, 1.0)] and found["fresh"] is None
 
 
 def test_a_line_has_its_start_and_slope():
-    start, slope = line([1.0, 10.0, 100.0], [2.5, 7.0, 52.0])
+    start, slope = fit_line([1.0, 10.0, 100.0], [2.5, 7.0, 52.0])
     assert start == pytest.approx(2.0) and slope == pytest.approx(0.5)
     # A tenth off in the largest does not drown what the smallest say.
-    start, slope = line([1.0, 10.0, 1000.0], [3.0, 21.0, 2201.0])
+    start, slope = fit_line([1.0, 10.0, 1000.0], [3.0, 21.0, 2201.0])
     assert start == pytest.approx(1.0, abs=0.5) and slope == pytest.approx(2, rel=0.12)
     # Somebody else had the machine while the smallest was timed.
-    assert line([1.0, 10.0, 100.0], [90.0, 70.0, 50.0]) == (0.0, 0.5)
+    assert fit_line([1.0, 10.0, 100.0], [90.0, 70.0, 50.0]) == (0.0, 0.5)
 
 
 def test_what_is_refused():

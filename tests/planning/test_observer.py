@@ -180,18 +180,18 @@ def test_no_less_is_reserved_than_is_held_and_all_of_it_is_found_again(steps):
     allocator, held, size = Allocator(), [], 0
     for takes, n in steps:
         if takes or not held:
-            held.append((allocator.take(n), n))
+            held.append((allocator.allocate(n), n))
             size += n
         else:
             block, given_back = held.pop(n % len(held))
-            allocator.give(block)
+            allocator.release(block)
             size -= given_back
         blocks = [block for block, _ in held]
-        free = [item[2] for row in allocator._free.values() for item in row]
+        free = [item[2] for row in allocator._free_blocks.values() for item in row]
         assert allocator.reserved == sum(b.size for b in [*blocks, *free]) >= size
     for block, _ in held:
-        allocator.give(block)
-    allocator._give_back()
+        allocator.release(block)
+    allocator._release_segments()
     assert allocator.reserved == 0
 
 

@@ -11,7 +11,7 @@ import torch
 import fsfunc as ff
 from examples import gpt
 from fsfunc.planning import stack_search
-from fsfunc.planning.candidates import Space, whole_gradients
+from fsfunc.planning.candidates import Space, whole_gradient_bytes
 from fsfunc.planning.hardware import H100
 from fsfunc.planning.stack_search import search
 from fsfunc.planning.stacks import Stack
@@ -71,7 +71,7 @@ HOW: Any = [
     {"axes": DATA, "remat": "always", **WIDE},
     {"axes": DATA, **WIDE},
     {"axes": DATA, "accumulate": 4, **WIDE},
-    {"axes": DATA, "accumulate": 4, "each": True, **WIDE},
+    {"axes": DATA, "accumulate": 4, "reduces_each": True, **WIDE},
     {"schedule": "one_f_one_b", "remat": "always", **PIPED},
     {"schedule": "zb_h1", **PIPED},
 ]
@@ -81,11 +81,11 @@ HOW: Any = [
 def test_an_outline_holds_what_a_plan_holds(how, zero):
     """Within a fifth; and what no stack can go below is below it, of any dtype."""
     trials, stack = tried(), Stack(zero=zero, **how)
-    outline = trials.outlines.of(stack).bytes
-    choice = trials.try_one(stack)
+    outline = trials.outlines.outline(stack).bytes
+    choice = trials.try_stack(stack)
     assert choice is not None
     assert outline == pytest.approx(choice.peak_bytes, rel=0.2)
-    least = trials.least(stack) + whole_gradients(stack, trials.params)
+    least = trials.least_bytes(stack) + whole_gradient_bytes(stack, trials.params)
     assert least <= choice.peak_bytes
 
 
@@ -143,14 +143,14 @@ def split_search(sizes, **given):
 def test_an_outline_has_what_split_layers_send(monkeypatch):
     """It is as near to a plan of split layers as to one of data alone."""
     seen = {}
-    of = Trials.try_one
+    of = Trials.try_stack
 
-    def try_one(self, stack, anyway=False):
+    def try_stack(self, stack, anyway=False):
         choice = of(self, stack, anyway)
-        seen[stack.axes] = choice.seconds / self.outlines.of(stack).seconds
+        seen[stack.axes] = choice.seconds / self.outlines.outline(stack).seconds
         return choice
 
-    monkeypatch.setattr(Trials, "try_one", try_one)
+    monkeypatch.setattr(Trials, "try_stack", try_stack)
     split_search([{"data": 32}, {"data": 8, "model": 4}, {"data": 2, "model": 16}])
     alone, *split = seen.values()
     assert split and all(0.7 < x / alone < 1.3 for x in split)
@@ -159,4 +159,4 @@ def test_an_outline_has_what_split_layers_send(monkeypatch):
 def test_an_axis_that_the_model_cannot_be_split_over_is_left_out():
     made = split_search([{"data": 2, "model": n} for n in (3, 4)])
     assert [c.axes["model"] for c in made.tried] == [4]
-    assert ["2048 is not a multiple" in s.why for s in made.skipped] == [True]
+    assert ["2048 is not a multiple" in s.reason for s in made.skipped] == [True]

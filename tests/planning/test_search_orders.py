@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import fsfunc as ff
-from fsfunc.planning.candidates import lowered, whole_gradients
+from fsfunc.planning.candidates import least_state_bytes, whole_gradient_bytes
 from fsfunc.planning.hardware import CPU, H100, replace
 from fsfunc.planning.stack_search import search
 from fsfunc.planning.stacks import Stack
@@ -45,7 +45,7 @@ def found(memory=None, batch=None, hardware=CPU, **space):
 
 
 def test_each_part_is_reduced_where_accumulate_is_outermost():
-    stack = Stack(AXES, zero=3, accumulate=8, each=True, compute=torch.bfloat16)
+    stack = Stack(AXES, zero=3, accumulate=8, reduces_each=True, compute=torch.bfloat16)
     names = [line.name for line in stack.layers()]
     assert names == ["precision", "shard", "accumulate", "donate"]
     assert "step = ff.accumulate(step, 8)\nstep = ff.donate(step)" in stack.code
@@ -53,11 +53,11 @@ def test_each_part_is_reduced_where_accumulate_is_outermost():
 
 
 def test_parts_reduced_at_once_hold_whole_gradients_and_each_does_not():
-    both = {(c.stack.accumulate, c.stack.each): c for c in found().tried}
+    both = {(c.stack.accumulate, c.stack.reduces_each): c for c in found().tried}
     once, each = both[8, False], both[8, True]
     assert once.peak_bytes - each.peak_bytes > 0.3 * WHOLE
-    assert whole_gradients(once.stack, WHOLE) == WHOLE
-    assert whole_gradients(each.stack, WHOLE) == 0
+    assert whole_gradient_bytes(once.stack, WHOLE) == WHOLE
+    assert whole_gradient_bytes(each.stack, WHOLE) == 0
 
 
 def test_a_batch_is_made_by_a_function():
@@ -75,7 +75,7 @@ def test_moments_and_parameters_with_the_host_are_tried_where_asked():
     assert plain.peak_bytes > moments.peak_bytes > both.peak_bytes
     assert plain.seconds < moments.seconds < both.seconds
     assert [c.stack.offload for c in every.front] == [*kinds]
-    sizes = [lowered(Stack(AXES, zero=3, offload=k), 400, 800) for k in kinds]
+    sizes = [least_state_bytes(Stack(AXES, zero=3, offload=k), 400, 800) for k in kinds]
     assert sizes == [300, 100, 0]
     # Where nothing else fits it is what an expert does; the host has room, or has not.
     tight = found(both.peak_bytes, offload=kinds, accumulate=(1,), hardware=hardware)

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import fsfunc as ff
-from fsfunc.planning.candidates import lowered, meshes
+from fsfunc.planning.candidates import least_state_bytes, meshes
 from fsfunc.planning.estimation import estimate
 from fsfunc.planning.hardware import CPU, H100
 from fsfunc.planning.search_results import front_of
@@ -58,7 +58,7 @@ def test_figures_are_those_of_plan_and_estimate():
 
 def test_the_whole_space_is_tried():
     made = every()
-    options = lambda s: (s.zero, s.remat, s.accumulate, s.each)  # noqa: E731
+    options = lambda s: (s.zero, s.remat, s.accumulate, s.reduces_each)  # noqa: E731
     stacks = {options(c.stack) for c in made.tried}
     skipped = {options(s.stack) for s in made.skipped}
     space = {
@@ -69,7 +69,7 @@ def test_the_whole_space_is_tried():
         for each in ((False, True) if zero > 1 and n > 1 else (False,))
     }
     assert stacks | skipped == space and not stacks & skipped
-    assert all("saves no memory" in s.why for s in made.skipped)
+    assert all("saves no memory" in s.reason for s in made.skipped)
     assert list(made) == front_of(made.tried) and made.best is made[0] is made.ranked[0]
     assert len(made.ranked) == len(made.tried) and len(made.rows()) == len(made)
     assert f"{len(made.tried)} stacks planned" in made.table()
@@ -98,7 +98,7 @@ def test_what_does_not_fit_one_rank_fits_another_stack():
     fits = found({"data": 4}, memory=bound, **few)
     assert fits.best.peak_bytes <= bound and fits.best.stack.zero in (1, 2, 3)
     assert all(c.fits == (c.peak_bytes <= bound) for c in fits.tried)
-    assert not any(s.stack.zero == 3 for s in fits.skipped if s.least)
+    assert not any(s.stack.zero == 3 for s in fits.skipped if s.least_bytes)
 
     trains_as_one_device(fits.best, train_step, init, BATCH)
 
@@ -153,7 +153,10 @@ def test_layers_and_sequences_are_split_too():
         step = choice.build(train, mesh)
         planned = ff.plan(step, init, OPTIMIZER, part, mesh=mesh, layouts=layouts)
         assert choice.peak_bytes == planned.peak_bytes
-        assert lowered(choice.stack, 32768, 65536) * choice.axes["model"] == 3 * 32768
+        assert (
+            least_state_bytes(choice.stack, 32768, 65536) * choice.axes["model"]
+            == 3 * 32768
+        )
     assert sorted({c.axes["model"] for c in whole}) == [1, 2, 4]
 
     bound = min(c.peak_bytes for c in whole if c.axes["model"] == 2)
@@ -194,7 +197,7 @@ def test_the_least_is_below_every_peak(data, pipe, zero):
     mesh = ff.make_mesh(axes, "abstract")
     part = BATCH[: 8 // data]
     planned = ff.plan(stack.apply(train_step, mesh), init, OPTIMIZER, part, mesh=mesh)
-    least = lowered(stack, PARAMETERS, 2 * PARAMETERS)
+    least = least_state_bytes(stack, PARAMETERS, 2 * PARAMETERS)
     state = [
         sum(x.bytes for x in r.leaves if x.kind in ("parameters", "moments"))
         for r in planned.ranks
@@ -207,16 +210,18 @@ def test_the_least_is_below_every_peak(data, pipe, zero):
 def test_heavy_stacks_are_not_planned():
     one = found({"data": 4}, memory=2.9 * PARAMETERS, zero=(0, 3), accumulate=(2,))
     assert {c.stack.zero for c in one.tried} == {3}
-    heavy = [s for s in one.skipped if s.least]
+    heavy = [s for s in one.skipped if s.least_bytes]
     assert {s.stack.zero for s in heavy} == {0}
-    assert {s.least for s in heavy} == {3 * PARAMETERS}
+    assert {s.least_bytes for s in heavy} == {3 * PARAMETERS}
     assert "2: parameters and moments alone are too large" in one.table()
 
 
 def test_cuts_that_cannot_be_are_told():
     one = {"zero": (3,), "accumulate": (1,), "remat": (None,)}
     some = found([{"pipe": 8}, {"data": 3}, {"data": 2}], **one)
-    whys = {s.stack.axes: s.why for s in some.skipped if s.stack.axes[0] != ("data", 2)}
+    whys = {
+        s.stack.axes: s.reason for s in some.skipped if s.stack.axes[0] != ("data", 2)
+    }
     assert whys == {
         (("pipe", 8),): "16 stages are more than 4 unit calls",
         (("data", 3),): "the batch of 8 rows cannot be cut into 3 parts",
