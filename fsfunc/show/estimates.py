@@ -60,7 +60,7 @@ def estimate(
     )
     rows = [(name, of_seconds(t), of_share(t, whole)) for name, t in parts]
     shown: list[Table | str] = [
-        rates(estimate),
+        describe_rates(estimate),
         *estimate.beside(),
         "",
         Table("", ("<time of a step", ">seconds", ">share"), rows),
@@ -68,11 +68,11 @@ def estimate(
     if len(estimate.ranks) > 1:
         shown += ["", _ranks(estimate, plan)]
     if plan is not None and hardware is not None:
-        shown += ["", room(check_plan(plan), hardware)]
+        shown += ["", describe_fit(check_plan(plan), hardware)]
     return Report(tuple(shown))
 
 
-def rates(estimate: Estimate) -> str:
+def describe_rates(estimate: Estimate) -> str:
     """A line on an estimate: its seconds, and what share of the hardware is used."""
     rate = f"{of_flops(estimate.flops_per_second)}/s a device"
     used = f"MFU {of_share(estimate.mfu, 1)}, HFU {of_share(estimate.share_of_peak, 1)}"
@@ -102,7 +102,7 @@ def _ranks(estimate: Estimate, plan: Plan | None) -> Table:
     return Table("time of each program", head, rows)
 
 
-def room(plan: Plan, hardware: Hardware) -> str:
+def describe_fit(plan: Plan, hardware: Hardware) -> str:
     """A sentence on a plan in a hardware's memory: if it fits, by how much, where.
 
     >>> from fsfunc.planning.events import Took

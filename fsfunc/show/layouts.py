@@ -14,7 +14,7 @@ from fsfunc.sharded.leaf_tables import in_words as in_words  # a rank's part is 
 from fsfunc.sharded.placements import Split
 from fsfunc.sharded.slices import cut
 
-MOST_ROWS, MOST_COLUMNS = 24, 12  # of cells: what one can still read
+MAX_ROWS, MAX_COLUMNS = 24, 12  # of cells: what one can still read
 _COLORS = (
     "#8aa9d1", "#ecae85", "#8fcbaf", "#c7a8d8",
     "#f0d48a", "#e3a3a3", "#a9d4d9", "#c9cdd6",
@@ -54,7 +54,7 @@ class Grid:
         keys = dict.fromkeys(key for row in self.keys for key in row)
         return dict(zip(keys, itertools.cycle(_COLORS), strict=False))
 
-    def at(self, row: int, column: int) -> Key:
+    def holders_at(self, row: int, column: int) -> Key:
         """The holders of the element at this row and column of the sheet."""
         i = sum(start <= row for start in self.rows) - 1
         return self.keys[i][sum(start <= column for start in self.columns) - 1]
@@ -139,13 +139,13 @@ def grid_of(layout: Layout) -> Grid | None:
     dims = rows_of(layout)
     if dims is None or not layout.numel:
         return None
-    if math.prod(layout.sizes.values()) > MOST_ROWS * MOST_COLUMNS:
+    if math.prod(layout.sizes.values()) > MAX_ROWS * MAX_COLUMNS:
         return None
     held = {layout.key(at): boxes(layout, at, dims) for at in every_coordinate(layout)}
     every = [box for found in held.values() for box in found]
     rows = sorted({n for box in every for n in (box.top, box.bottom)})
     columns = sorted({n for box in every for n in (box.left, box.right)})
-    if len(rows) - 1 > MOST_ROWS or len(columns) - 1 > MOST_COLUMNS:
+    if len(rows) - 1 > MAX_ROWS or len(columns) - 1 > MAX_COLUMNS:
         return None
     keys: list[list[Key]] = [[()] * (len(columns) - 1) for _ in rows[1:]]
     for key, found in held.items():

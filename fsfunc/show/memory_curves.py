@@ -19,7 +19,7 @@ from fsfunc.show.charts import COMPUTE
 from fsfunc.show.lanes import Lane
 
 OUTSIDE_UNITS = "(outside units)"
-_GIVEN = "(given to the step)"
+_GIVEN_TO_STEP = "(given to the step)"
 
 
 def unit_of(leaf: PlannedLeaf) -> str:
@@ -27,28 +27,28 @@ def unit_of(leaf: PlannedLeaf) -> str:
     return leaf.unit.partition(":")[0]
 
 
-def kinds_table(own: RankPlan) -> Table:
+def kinds_table(rank_plan: RankPlan) -> Table:
     """The memory of each kind when most is held."""
     rows = [
-        (kind, of_bytes(size), of_share(size, own.peak_bytes))
-        for kind, size in own.peak.items()
+        (kind, of_bytes(size), of_share(size, rank_plan.peak_bytes))
+        for kind, size in rank_plan.peak.items()
         if size
     ]
-    at = peak_words(own)
-    rows.append(("total", of_bytes(own.peak_bytes), ""))
+    at = peak_words(rank_plan)
+    rows.append(("total", of_bytes(rank_plan.peak_bytes), ""))
     title = f"memory at the peak{f', {at}' if at else ''}"
     head = ("<kind", ">bytes", ">share")
-    return Table(title, head, rows if own.peak_bytes else [])
+    return Table(title, head, rows if rank_plan.peak_bytes else [])
 
 
-def held_by_unit(own: RankPlan) -> list[tuple[str, str, int]]:
+def peak_by_unit(rank_plan: RankPlan) -> list[tuple[str, str, int]]:
     """(kind, unit or "", bytes) of what is held at the peak, largest first."""
-    given: dict[str, dict[str, int]] = defaultdict(lambda: defaultdict(int))
-    for leaf in own.leaves:
+    at_start: dict[str, dict[str, int]] = defaultdict(lambda: defaultdict(int))
+    for leaf in rank_plan.leaves:
         given[leaf.kind][unit_of(leaf)] += leaf.bytes
     sizes: dict[tuple[str, str], int] = defaultdict(int)
     left: dict[str, int] = defaultdict(int)  # of what the step was given
-    for held in own.alive():
+    for held in rank_plan.alive():
         if held.op:
             sizes[held.kind, held.unit] += held.bytes
         else:
@@ -67,9 +67,9 @@ def held_by_unit(own: RankPlan) -> list[tuple[str, str, int]]:
     return sorted(found, key=lambda row: -row[2])
 
 
-def peak_words(own: RankPlan) -> str:
+def peak_words(rank_plan: RankPlan) -> str:
     """The moment of most memory: ``in the backward of block, by aten.mm``."""
-    event = own.events[own.peak_at] if own.events else None
+    event = rank_plan.events[rank_plan.peak_at] if rank_plan.events else None
     if isinstance(event, Took) and event.op:
         return f"in {_turn(event.unit, event.phase)}, by {_operator(event.op)}"
     if isinstance(event, Ran):
@@ -87,10 +87,10 @@ def _operator(op: str) -> str:
     return ".".join(op.split(".")[:2])
 
 
-def alive_table(own: RankPlan) -> Table:
+def alive_table(rank_plan: RankPlan) -> Table:
     """The largest groups of what is held at the peak."""
     sizes: dict[tuple[str, str, str, str], list[int]] = defaultdict(list)
-    for held in own.alive():
+    for held in rank_plan.alive():
         sizes[held.kind, held.op, held.unit, held.phase].append(held.bytes)
 
     keyed = [
@@ -101,10 +101,10 @@ def alive_table(own: RankPlan) -> Table:
     for names, groups in alike(keyed):
         kind, op, phase = groups[0][0]
         total = sum(sum(numbers) for _, numbers in groups)
-        by = _operator(op) if op else _GIVEN
+        by = _operator(op) if op else _GIVEN_TO_STEP
         unit = together(names) or (OUTSIDE_UNITS if op else "")
         count = str(sum(len(numbers) for _, numbers in groups))
-        share = of_share(total, own.peak_bytes)
+        share = of_share(total, rank_plan.peak_bytes)
         row = (kind, unit, by, phase, count, of_bytes(total), share)
         found.append((total, row))
     found.sort(key=lambda row: -row[0])
@@ -113,7 +113,7 @@ def alive_table(own: RankPlan) -> Table:
     return Table(title, head, [row for _, row in found], most=10)
 
 
-Held = tuple[int, ...]  # bytes of each of KINDS
+BytesByKind = tuple[int, ...]  # bytes of each of KINDS
 
 
 @dataclass(frozen=True)
@@ -129,22 +129,22 @@ class Curve:
         timed: whether all this is in seconds, in place of operators.
     """
 
-    points: tuple[tuple[float, Held], ...]
-    turns: Lane
+    points: tuple[tuple[float, BytesByKind], ...]
+    phases: Lane
     length: float
-    peak: tuple[float, Held]
-    given: Held
+    peak: tuple[float, BytesByKind]
+    at_start: BytesByKind
     timed: bool = False
 
     @cached_property
-    def most(self) -> Held:
+    def most(self) -> BytesByKind:
         """The most bytes of each kind at any time."""
-        held = [held for _, held in self.points] or [self.given]
+        held = [held for _, held in self.points] or [self.at_start]
         return tuple(map(max, zip(*held, strict=True)))
 
-    def columns(self, count: int) -> list[Held]:
+    def columns(self, count: int) -> list[BytesByKind]:
         """The highest moment of each of ``count`` equal parts of the step."""
-        tops: list[Held] = [(0,) * len(KINDS)] * count
+        tops: list[BytesByKind] = [(0,) * len(KINDS)] * count
         ends = [*(at for at, _ in self.points[1:]), self.length]
         for (at, held), until in zip(self.points, ends, strict=False):
             size = sum(held)
@@ -168,7 +168,7 @@ class Curve:
         return min(max(reached, self._column(at, count) + 1), count)
 
 
-def curve_of(own: RankPlan, spans: Sequence[Span] | None = None) -> Curve:
+def curve_of(rank_plan: RankPlan, spans: Sequence[Span] | None = None) -> Curve:
     """The curve of a rank's plan: by operators, or over time where spans are given.
 
     Args:
@@ -177,21 +177,21 @@ def curve_of(own: RankPlan, spans: Sequence[Span] | None = None) -> Curve:
     Raises:
         ValueError: spans of another plan.
     """
-    rows = iter(own.memory)
+    rows = iter(rank_plan.memory)
     row = next(rows, None)
-    points: list[tuple[int, Held]] = []
-    turns: list[Span] = []
+    points: list[tuple[int, BytesByKind]] = []
+    phases: list[Span] = []
     ran, held = 0, (0,) * len(KINDS)
-    peak, given = (0, held), held
+    peak, at_start = (0, held), held
 
-    def put(at: int, what: Held) -> None:
+    def put(at: int, what: BytesByKind) -> None:
         nonlocal peak
         points.append((at, what))
         if sum(what) > sum(peak[1]):
             peak = (at, what)
 
     begins = True  # what a step closes over is noted later, when it is read
-    for number, event in enumerate(own.events):
+    for number, event in enumerate(rank_plan.events):
         begins = begins and isinstance(event, Took) and not event.op
         if row is not None and row[0] == number:
             held = row[1]
@@ -203,14 +203,14 @@ def curve_of(own: RankPlan, spans: Sequence[Span] | None = None) -> Curve:
             unit, phase = event.unit, event.phase
             if turns and (turns[-1].unit, turns[-1].phase) == (unit, phase):
                 before = turns.pop().start
-            turns.append(Span(own.rank, COMPUTE, unit, unit, phase, before, ran))
-    lane = Lane(own.rank, COMPUTE, tuple(turns))
+            turns.append(Span(rank_plan.rank, COMPUTE, unit, unit, phase, before, ran))
+    lane = Lane(rank_plan.rank, COMPUTE, tuple(turns))
     curve = Curve(tuple(points), lane, ran, peak, given)
     if spans is None:
         return curve
-    computed = [s for s in spans if s.rank == own.rank and s.stream == COMPUTE]
+    computed = [s for s in spans if s.rank == rank_plan.rank and s.stream == COMPUTE]
     if turns and not computed:
-        raise ValueError(f"the estimate is of another plan, without rank {own.rank}")
+        raise ValueError(f"the estimate is of another plan, without rank {rank_plan.rank}")
     clock = _clock_of(curve, computed)
     return replace(
         curve,
@@ -237,10 +237,10 @@ def _clock_of(curve: Curve, spans: Sequence[Span]) -> Callable[[int], float]:
         if merged and merged[-1][0] == what:
             _, start, _ = merged.pop()
         merged.append((what, start, s.end))
-    ends = [turn.end for turn in curve.turns.spans]
+    ends = [turn.end for turn in curve.phases.spans]
     times: list[tuple[float, float]] = []
     place, now = 0, 0.0
-    for turn in curve.turns.spans:
+    for turn in curve.phases.spans:
         # Taking memory may be a span of its own, without operators.
         for i in range(place, len(merged)):
             what, start, end = merged[i]
@@ -256,7 +256,7 @@ def _clock_of(curve: Curve, spans: Sequence[Span]) -> Callable[[int], float]:
         i = bisect_left(ends, at)
         if i == len(ends):
             return last
-        turn, (start, end) = curve.turns.spans[i], times[i]
+        turn, (start, end) = curve.phases.spans[i], times[i]
         share = max(at - turn.start, 0) / (turn.end - turn.start)
         return min(start + share * (end - start), end)  # but for rounding
 

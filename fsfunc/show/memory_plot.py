@@ -17,9 +17,9 @@ from fsfunc.show.charts import FAINT, INK, MEMORY, Look, Tick, outline, ticks
 from fsfunc.show.figures import LETTER, Drawn, listing, sheet
 from fsfunc.show.memory_curves import (
     Curve,
-    Held,
+    BytesByKind,
     curve_of,
-    held_by_unit,
+    peak_by_unit,
     peak_words,
 )
 from fsfunc.show.plans import check_plan
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 ROWS = 12  # lines of the chart
-LISTED = 8  # parts of what is held at the peak
+LISTED_PARTS = 8  # parts of what is held at the peak
 WIDEST = 100  # its columns, where nothing says how wide the paper is
 WIDTH, HEIGHT = 9.6, 3.6  # inches of the picture
 PIXELS = 1200  # columns of the picture: more than there are pixels between two of them
@@ -90,7 +90,7 @@ class MemoryChart(Drawn):
             cells = [(look.sign, look.style) if look else (" ", "") for look in looks]
             yield painted([(f"{said} {'┤' if said.strip() else '│'}", ""), *cells])
         yield painted([(f"{'0 B'.rjust(margin - 1)} └{'─' * count}", "")])
-        yield painted([(" " * (margin + 1), ""), *phase_line(self.turns(count))])
+        yield painted([(" " * (margin + 1), ""), *phase_line(self.phases(count))])
         if curve.timed:
             ruler = f"0 s{of_seconds(curve.length):>{count - 3}}"
             yield painted([(" " * (margin + 1) + ruler, "")])
@@ -98,21 +98,21 @@ class MemoryChart(Drawn):
         yield self._table()
         rows = [(k, u, of_bytes(n), of_share(n, top)) for k, u, n in self.contents]
         yield ""
-        yield Table("at the peak", ("<kind", "<unit", ">bytes", ">share"), rows, LISTED)
+        yield Table("at the peak", ("<kind", "<unit", ">bytes", ">share"), rows, LISTED_PARTS)
 
-    def turns(self, count: int) -> list[tuple[Look | None, int, int]]:
+    def phases(self, count: int) -> list[tuple[Look | None, int, int]]:
         """The phases that ran most in each of ``count`` equal parts of the step.
 
         Each (look, first part, one past the last).
         """
         length, found, end = self.curve.length, [], 0
-        looks = self.curve.turns.columns(0, length, count) if length else [None] * count
+        looks = self.curve.phases.columns(0, length, count) if length else [None] * count
         for look, group in groupby(looks):
             start, end = end, end + len(list(group))
             found.append((look, start, end))
         return found
 
-    def areas(self, columns: Sequence[Held]) -> list[tuple[Look, list[int], list[int]]]:
+    def areas(self, columns: Sequence[BytesByKind]) -> list[tuple[Look, list[int], list[int]]]:
         """The kinds as areas from below: (look, bytes below it, bytes to its top)."""
         found, below = [], [0] * len(columns)
         for kind in self.kinds:
@@ -122,41 +122,41 @@ class MemoryChart(Drawn):
             below = above
         return found
 
-    def moment(self, at: float) -> str:
+    def describe_position(self, at: float) -> str:
         """A place on the axis in words."""
         return of_seconds(at) if self.curve.timed else f"operator {at:.0f}"
 
     def _table(self) -> Table:
         points, peak = self.curve.points, self.curve.peak[1]
-        last = points[-1][1] if points else self.curve.given
-        moments = (self.curve.given, peak, self.curve.most, last)
+        last = points[-1][1] if points else self.curve.at_start
+        moments = (self.curve.at_start, peak, self.curve.most, last)
         rows = []
         for kind in reversed(self.kinds):
             sizes = (of_bytes(held[KINDS.index(kind)]) for held in moments)
             rows.append((MEMORY[kind].sign, kind, *sizes))
         # The kinds are not at their most at one time.
-        together = map(sum, (self.curve.given, peak, peak, last))
+        together = map(sum, (self.curve.at_start, peak, peak, last))
         rows.append(("", "together", *map(of_bytes, together)))
         head = ("<", "<kind", ">at first", ">at the peak", ">at most", ">at last")
         return Table("", head, rows)
 
-    def said(self) -> list[tuple[str, str]]:
+    def peak_parts(self) -> list[tuple[str, str]]:
         """The largest parts of what is held at the peak, in words, with their kinds."""
         parts = [
             (kind, f"{kind}{unit and f' of {unit}'}: {of_bytes(size)}")
-            for kind, unit, size in self.contents[:LISTED]
+            for kind, unit, size in self.contents[:LISTED_PARTS]
         ]
-        rest = sum(size for _, _, size in self.contents[LISTED:])
+        rest = sum(size for _, _, size in self.contents[LISTED_PARTS:])
         return [*parts, *([("", f"others: {of_bytes(rest)}")] if rest else [])]
 
-    def marks(self) -> dict[str, str]:
+    def legend_colors(self) -> dict[str, str]:
         """The legend of its pictures: kinds, and what ran in the line under them."""
-        seen = {turn.phase for turn in self.curve.turns.spans}
+        seen = {turn.phase for turn in self.curve.phases.spans}
         marks = {kind: MEMORY[kind].color for kind in reversed(self.kinds)}
         return marks | {f"in the {p}": grey for p, grey in GREYS.items() if p in seen}
 
     def svg(self) -> str:
-        curve, marks, top = self.curve, self.marks(), 1.06 * sum(self.curve.peak[1])
+        curve, marks, top = self.curve, self.legend_colors(), 1.06 * sum(self.curve.peak[1])
         columns = curve.columns(PIXELS)
         areas = [
             (look.color, outline(below, above, top, 1000 / PIXELS))
@@ -165,10 +165,10 @@ class MemoryChart(Drawn):
         length = curve.length / PIXELS
         turns = [
             (GREYS[look.title], first * length, last * length)
-            for look, first, last in self.turns(PIXELS)
+            for look, first, last in self.phases(PIXELS)
             if look is not None and look.title in GREYS
         ]
-        parts = [(marks.get(kind, ""), words) for kind, words in self.said()]
+        parts = [(marks.get(kind, ""), words) for kind, words in self.peak_parts()]
         return areas_svg(
             StackedAreas(
                 title=self.title,
@@ -176,10 +176,10 @@ class MemoryChart(Drawn):
                 top=top,
                 axis=self.axis(),
                 length=curve.length,
-                turns=turns,
+                phases=phases,
                 peak=curve.peak[0],
-                marks=marks,
-                beside=f"at the peak, {of_bytes(sum(curve.peak[1]))}",
+                legend_colors=legend_colors,
+                parts_title=f"at the peak, {of_bytes(sum(curve.peak[1]))}",
                 parts=parts,
             )
         )
@@ -192,9 +192,9 @@ class MemoryChart(Drawn):
         return ticks(self.curve.length, say, (8,))
 
     def figure(self) -> Figure:
-        curve, marks = self.curve, self.marks()
+        curve, legend_colors = self.curve, self.legend_colors()
         at, held = curve.peak
-        parts = self.said()
+        parts = self.peak_parts()
         beside = LETTER * max(len(words) for _, words in parts) + 0.5
         figure, axes = sheet(self.title, WIDTH, HEIGHT, marks, beside)
         listing(figure, f"at the peak, {of_bytes(sum(held))}", parts, marks)
@@ -218,7 +218,7 @@ class MemoryChart(Drawn):
         if not curve.timed:
             axes.set_xlabel("operators that ran", size=8, color=FAINT)
         axes.plot([at], [1.03 * sum(held)], "v", color=INK, markersize=5, clip_on=False)
-        for look, first, last in self.turns(count):
+        for look, first, last in self.phases(count):
             ends = edges[first], edges[last]
             color = GREYS.get(look.title, "white") if look else "white"
             axes.axvspan(*ends, -STRIP, 0, color=color, clip_on=False, linewidth=0)
@@ -287,12 +287,12 @@ def memory(
     activations  f     600 B   50 %
     parameters         600 B   50 %
     """
-    own: RankPlan = check_plan(plan).on(rank)
-    if not own.peak_bytes:
+    rank_plan: RankPlan = check_plan(plan).on(rank)
+    if not rank_plan.peak_bytes:
         raise ValueError("there is no memory to show: the plan holds none at any time")
-    rank = own.rank if rank is None else rank
-    curve = curve_of(own, None if estimate is None else estimate.spans)
-    chart = MemoryChart(curve, rank, peak_words(own), held_by_unit(own))
+    rank = rank_plan.rank if rank is None else rank
+    curve = curve_of(rank_plan, None if estimate is None else estimate.spans)
+    chart = MemoryChart(curve, rank, peak_words(rank_plan), peak_by_unit(rank_plan))
     return chart.saved(path)
 
 
@@ -310,10 +310,10 @@ def stack(held: tuple[int, ...], kinds: list[str], top: int) -> list[str]:
 
 
 def phase_line(
-    turns: Sequence[tuple[Look | None, int, int]],
+    phases: Sequence[tuple[Look | None, int, int]],
 ) -> Iterator[tuple[str, str]]:
     """Yield the phases under the chart: by name where there is room, else by letter."""
-    for look, first, last in turns:
+    for look, first, last in phases:
         room = last - first
         title, sign, color = (look.title, look.sign, look.color) if look else 3 * ("",)
         yield (title if len(title) < room else sign * room).ljust(room), color

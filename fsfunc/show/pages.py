@@ -155,7 +155,7 @@ class Sheet:
                 f"{look.title} {of_bytes(held[KINDS.index(look.title)])}"
                 for look, *_ in chart.areas([held])
             )
-            when = chart.moment(start * curve.length / COLUMNS)
+            when = chart.describe_position(start * curve.length / COLUMNS)
             words = text(f"{when}: {of_bytes(sum(held))}: {', '.join(each)}")
             shape = f'x="{start}" width="{x + 1 - start}" height="1000"'
             yield f'<rect {shape} fill-opacity="0"><title>{words}</title></rect>'
@@ -168,7 +168,7 @@ def text(words: str) -> str:
     return escape(visible(words))
 
 
-def marks(looks: Iterable[Look]) -> str:
+def legend_html(looks: Iterable[Look]) -> str:
     """The legend of looks."""
     said = (
         f'<span><i style="background:{look.color}"></i>{text(look.title)}</span> '
@@ -275,15 +275,15 @@ def _facts(plan: Plan, estimate: Estimate | None) -> str:
         numbers = of_count(sum(map(plans.numel, model)))
         facts.append(f"{numbers} parameters in {len(model)} tensors")
     if batch:
-        given = ", ".join(describe(x.shape, x.dtype) for x in batch[:_GIVEN])
-        more = f" and {len(batch) - _GIVEN} more" if len(batch) > _GIVEN else ""
+        given = ", ".join(describe(x.shape, x.dtype) for x in batch[:_NAMED_TENSORS])
+        more = f" and {len(batch) - _NAMED_TENSORS} more" if len(batch) > _NAMED_TENSORS else ""
         facts.append(f"batch of a rank {given}{more}")
     ranks = f"{plan.mesh.size} ranks" if plan.mesh.size > 1 else "1 rank"
     facts.append(ranks + (f" on {estimate.hardware}" if estimate is not None else ""))
     return ", ".join(facts)
 
 
-_GIVEN = 3  # tensors of a batch that the title names
+_NAMED_TENSORS = 3  # tensors of a batch that the title names
 
 
 def _rank(plan: Plan, own: RankPlan) -> str:
@@ -305,15 +305,15 @@ def _over_time(
     timed = chart is not None
     end = max((one.curve.length for one in held.values()), default=0.0)
     start, end = (chart.start, chart.end) if chart is not None else (0.0, end)
-    say = chart.say_time if chart is not None else lambda at: f"{at:.0f}"
+    say = chart.format_time if chart is not None else lambda at: f"{at:.0f}"
     sheet = Sheet(start, end, say)
     page = [f"<h2>over {'time' if timed else 'operators'}</h2>"]
     if not timed and not held:
         return [], sheet.style()
-    page += [_ZOOM, *([marks(chart.looks())] if chart is not None else [])]
+    page += [_ZOOM, *([legend_html(chart.looks())] if chart is not None else [])]
     kinds = {kind for one in held.values() for kind in one.kinds}
     if held:
-        page.append(marks(look for kind, look in MEMORY.items() if kind in kinds))
+        page.append(legend_html(look for kind, look in MEMORY.items() if kind in kinds))
     page.append('<div class="scroll"><div class="time" id="time">')
     top = round(1.02 * max((own.peak_bytes for own in plan.ranks), default=0))
     for own in plan.ranks:
@@ -327,13 +327,13 @@ def _over_time(
         if one is not None:
             page += _peak(one)
     if chart is not None and chart.late:
-        page.append(f"<p>{text(chart.said_late)}</p>")
+        page.append(f"<p>{text(chart.late_note)}</p>")
     return [*page, "</div></div>"], sheet.style()
 
 
 def _peak(chart: MemoryChart) -> Iterator[str]:
     """What a rank's memory is when most is held."""
-    parts = "; ".join(words for _, words in chart.said())
+    parts = "; ".join(words for _, words in chart.peak_parts())
     yield f'<p>{text(chart.title)}<br/><span class="faint">{text(parts)}</span></p>'
 
 

@@ -77,31 +77,31 @@ def plan(plan: Plan, rank: int | None = None) -> Report:
     return Report(tuple(parts))
 
 
-def _totals(plan: Plan, own: RankPlan, rank: int | None) -> str:
+def _totals(plan: Plan, rank_plan: RankPlan, rank: int | None) -> str:
     """The ranks of a program, and its figures in one line."""
-    shown = own.rank if rank is None else rank
+    shown = rank_plan.rank if rank is None else rank
     first = f"rank {shown} of {of_axes(plan.mesh.axes) or 'one'}"
-    if own.alike > 1:
-        first += f" and {own.alike - 1} more that run the same program"
-    phases = [(p, own.flops(phase=p)) for p in _phases(own)]
+    if rank_plan.alike > 1:
+        first += f" and {rank_plan.alike - 1} more that run the same program"
+    phases = [(p, rank_plan.flops(phase=p)) for p in _phases(rank_plan)]
     split = ", ".join(f"{p} {of_count(n)}" for p, n in phases if n)
     split = f" ({split})" if split else ""
-    sent = _sent(own) or "0 B sent"
-    held = f"at most {of_bytes(own.peak_bytes)} held"
-    return f"{first}\n{of_flops(own.flops())}{split}, {sent}, {held}"
+    sent = _sent(rank_plan) or "0 B sent"
+    held = f"at most {of_bytes(rank_plan.peak_bytes)} held"
+    return f"{first}\n{of_flops(rank_plan.flops())}{split}, {sent}, {held}"
 
 
-def _sent(own: RankPlan) -> str:
+def _sent(rank_plan: RankPlan) -> str:
     """The bytes that a rank sends over each axis: ``1.2 GB sent over data``."""
     over: dict[str, Fraction] = defaultdict(Fraction)
-    for record in own.records:
+    for record in rank_plan.records:
         over[",".join(record.axis)] += record.bytes
     return ", ".join(f"{of_bytes(n)} sent over {axis}" for axis, n in over.items() if n)
 
 
-def _phases(own: RankPlan) -> list[str]:
+def _phases(rank_plan: RankPlan) -> list[str]:
     """The phases in which something runs, in order."""
-    found = dict.fromkeys(phase for _, phase in own.work)
+    found = dict.fromkeys(phase for _, phase in rank_plan.work)
     return [p for p in PHASES if p in found] + [p for p in found if p not in PHASES]
 
 
@@ -109,30 +109,30 @@ def _programs(plan: Plan) -> Table:
     """One row for each distinct program."""
     rows = [
         (
-            str(own.rank),
-            str(own.alike),
-            " ".join(f"{axis}={at}" for axis, at in own.coordinates.items()),
-            of_bytes(own.peak_bytes),
-            of_count(own.flops()),
-            _sent(own) or "0 B",
+            str(rank_plan.rank),
+            str(rank_plan.alike),
+            " ".join(f"{axis}={at}" for axis, at in rank_plan.coordinates.items()),
+            of_bytes(rank_plan.peak_bytes),
+            of_count(rank_plan.flops()),
+            _sent(rank_plan) or "0 B",
         )
-        for own in plan.ranks
+        for rank_plan in plan.ranks
     ]
     head = ("<rank", ">ranks alike", "<at", ">peak", ">FLOP", "<sent")
     return Table("programs", head, rows)
 
 
-def _units(own: RankPlan) -> Table:
+def _units(rank_plan: RankPlan) -> Table:
     """One row for each unit: its parameters, and what it computes in each phase."""
-    phases = [p for p in _phases(own) if own.flops(phase=p)]
+    phases = [p for p in _phases(rank_plan) if rank_plan.flops(phase=p)]
     leaves: dict[str, list[PlannedLeaf]] = defaultdict(list)
-    for leaf in own.leaves:
+    for leaf in rank_plan.leaves:
         if leaf.kind == "parameters":
             leaves[unit_of(leaf)].append(leaf)
-    names = dict.fromkeys([u for u, _ in own.work] + list(leaves) + list(own.derived))
+    names = dict.fromkeys([u for u, _ in rank_plan.work] + list(leaves) + list(rank_plan.derived))
     flops: dict[tuple[str, str], int] = defaultdict(int)
     calls: dict[str, int] = defaultdict(int)
-    for (unit, phase), work in own.work.items():
+    for (unit, phase), work in rank_plan.work.items():
         flops[unit, phase] += work.flops
         calls[unit] = max(calls[unit], work.calls)
 
@@ -144,7 +144,7 @@ def _units(own: RankPlan) -> Table:
             sum(numel(leaf) for leaf in held),
             sum(leaf.bytes for leaf in held),
             *(flops[unit, p] for p in phases),
-            own.derived.get(unit, 0),
+            rank_plan.derived.get(unit, 0),
         )
 
     layouts = {u: "; ".join(dict.fromkeys(map(_layout_of, leaves[u]))) for u in names}
@@ -191,10 +191,10 @@ def _common_layout(leaves: list[PlannedLeaf]) -> str:
     return said.pop() if len(said) == 1 else _layout_of(leaves[0])
 
 
-def _collectives(own: RankPlan) -> Table:
+def _collectives(rank_plan: RankPlan) -> Table:
     """One row for each collective, axis and phase."""
     found: dict[tuple[str, str, str], list[Record]] = defaultdict(list)
-    for record in own.records:
+    for record in rank_plan.records:
         found[record.op, ",".join(record.axis), record.phase].append(record)
     rows = [
         (
@@ -223,20 +223,20 @@ def _line(where: str) -> str:
     return f"{here.name}:{line}"
 
 
-def parameter_groups(own: RankPlan) -> list[tuple[list[str], list[PlannedLeaf]]]:
+def parameter_groups(rank_plan: RankPlan) -> list[tuple[list[str], list[PlannedLeaf]]]:
     """Paths and leaves of the parameters, those that differ in a number together."""
     keyed = [
         (leaf.path, (leaf.shape, leaf.dtype, _layout_of(leaf)), leaf)
-        for leaf in own.leaves
+        for leaf in rank_plan.leaves
         if leaf.kind == "parameters"
     ]
     return alike(keyed)
 
 
-def _parameters(own: RankPlan) -> Table:
+def _parameters(rank_plan: RankPlan) -> Table:
     """One row for each parameter, or for all that differ in a layer's number."""
     rows = []
-    for names, leaves in parameter_groups(own):
+    for names, leaves in parameter_groups(rank_plan):
         first, held = leaves[0], sum(leaf.bytes for leaf in leaves)
         what = describe(first.shape, first.dtype)
         whole = of_bytes(sum(map(_whole_bytes, leaves)))
@@ -247,10 +247,10 @@ def _parameters(own: RankPlan) -> Table:
     return Table("parameters", head, rows)
 
 
-def _state(own: RankPlan) -> Table:
+def _state(rank_plan: RankPlan) -> Table:
     """One row for each part of what the step is given."""
     found: dict[tuple[str, str], list[PlannedLeaf]] = defaultdict(list)
-    for leaf in own.leaves:
+    for leaf in rank_plan.leaves:
         found[leaf.path.partition("/")[0], leaf.kind].append(leaf)
     rows = []
     for (part, kind), leaves in found.items():
@@ -260,7 +260,7 @@ def _state(own: RankPlan) -> Table:
         row = (part, kind, str(len(leaves)), elements, of_bytes(whole), of_bytes(here))
         rows.append(row)
     if len(rows) > 1:
-        held = of_bytes(sum(leaf.bytes for leaf in own.leaves))
+        held = of_bytes(sum(leaf.bytes for leaf in rank_plan.leaves))
         rows.append(("total", "", "", "", "", held))
     head = ("<given", "<kind", ">tensors", ">elements", ">whole", ">held here")
     return Table("state and batch", head, rows)

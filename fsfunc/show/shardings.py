@@ -27,8 +27,8 @@ from fsfunc.show.layouts import Grid, grid_of, in_words, part_in_words
 if TYPE_CHECKING:
     from rich.text import Text
 
-MOST = 20  # rows of the table of one leaf
-LOOKED_AT = 10_000  # sets of ranks, for it
+MAX_ROWS = 20  # rows of the table of one leaf
+MAX_COORDINATES = 10_000  # sets of ranks, for it
 
 
 @dataclass(frozen=True, repr=False)
@@ -44,7 +44,7 @@ class LeafPicture(Printed):
     grid: Grid | None
 
     @property
-    def said(self) -> str:
+    def title(self) -> str:
         """The leaf and its layout in words."""
         layout = self.layout
         what = describe(layout.shape, layout.dtype, layout.name)
@@ -59,7 +59,7 @@ class LeafPicture(Printed):
         return self.mesh.members(others, first) if others else (first,)
 
     def pieces(self, width: int | None) -> Iterator[Table | Text | str]:
-        yield self.said
+        yield self.title
         if self.grid is not None:
             yield "a cell names the ranks that hold it"
             yield ""
@@ -77,29 +77,29 @@ class LeafPicture(Printed):
             yield f"rank {self.rank} holds {self._share(self.rank)}"
 
     @cached_property
-    def held(self) -> list[dict[str, int]]:
+    def holder_coordinates(self) -> list[dict[str, int]]:
         """The coordinates that hold elements, among the first so many."""
-        places = itertools.islice(every_coordinate(self.layout), LOOKED_AT)
+        places = itertools.islice(every_coordinate(self.layout), MAX_COORDINATES)
         return [at for at in places if math.prod(self.layout.local_shape(at))]
 
     @property
     def empty(self) -> int:
         """The number of coordinates among those that hold nothing."""
         places = math.prod(self.layout.sizes.values())
-        return min(places, LOOKED_AT) - len(self.held)
+        return min(places, MAX_COORDINATES) - len(self.holder_coordinates)
 
     def table(self) -> Table:
         """One row for each set of ranks that hold the same elements."""
         rows = []
-        for at in self.held:
+        for at in self.holder_coordinates:
             shape = self.layout.local_shape(at)
             ranks = of_ranks(self.holders(self.layout.key(at)))
             place = " ".join(f"{axis}={i}" for axis, i in at.items())
             held = part_in_words(self.layout, at)
             rows.append((ranks, place, held, str(math.prod(shape)), _shape(shape)))
-        rest = max(math.prod(self.layout.sizes.values()) - LOOKED_AT, 0)
+        rest = max(math.prod(self.layout.sizes.values()) - MAX_COORDINATES, 0)
         head = ("<rank", "<at", "<holds", ">elements", "<as")
-        return Table("", head, rows, MOST, hidden=rest)
+        return Table("", head, rows, MAX_ROWS, hidden=rest)
 
     def _share(self, rank: int) -> str:
         at = self.mesh.coordinates(rank)
@@ -167,13 +167,13 @@ def sharding(
         raise TypeError(f"sharding is over a mesh, and got {type(mesh).__name__}")
     if isinstance(value, Layout | Sharded):
         layout = value if isinstance(value, Layout) else value.layout
-        mesh, _ = _where([layout], mesh, rank)
+        mesh, _ = _mesh_and_rank([layout], mesh, rank)
         return LeafPicture(layout, mesh, rank, grid_of(layout))
     paths, leaves, _ = tree.flatten_with_paths(value, is_leaf=is_sharded)
     if not leaves:
         raise ValueError("the tree has no leaves: there is nothing to show")
     layouts = [_layout(leaf) for leaf in leaves]
-    mesh, own = _where([x for x in layouts if x is not None], mesh, rank)
+    mesh, own = _mesh_and_rank([x for x in layouts if x is not None], mesh, rank)
     rows, total = [], 0
     keyed = []
     for path, leaf, layout in zip(paths, leaves, layouts, strict=True):
@@ -221,7 +221,7 @@ def _cells(
     return (type(leaf).__name__, "whole", "all", ""), 0
 
 
-def _where(
+def _mesh_and_rank(
     layouts: Sequence[Layout], mesh: Mesh | None, rank: int | None
 ) -> tuple[Mesh, int]:
     """The mesh of the leaves, checked, and the rank to show."""
@@ -252,7 +252,7 @@ def _shape(shape: Sequence[int]) -> str:
     return f"[{', '.join(map(str, shape))}]"
 
 
-_LONGEST = 2000  # letters of a value
+_MAX_LETTERS = 2000  # letters of a value
 
 
 def checkpoint(found: Stored | str | os.PathLike, *, at: str = "") -> Report:
@@ -287,7 +287,7 @@ def checkpoint(found: Stored | str | os.PathLike, *, at: str = "") -> Report:
         parts.append(Table("tensors", columns, tensors))
     if values:
         parts.append(Table("values", ("<path", "<value"), values))
-    if said:
+    if title:
         parts.append(Table("metadata", ("<key", "<value"), said))
     return Report(tuple(parts))
 
@@ -295,5 +295,5 @@ def checkpoint(found: Stored | str | os.PathLike, *, at: str = "") -> Report:
 def _short(value: Any) -> str:
     """A value as Python writes it; of a long text the beginning."""
     text = repr(value)
-    more = len(text) - _LONGEST
-    return text if more <= 0 else f"{text[:_LONGEST]}... and {more} letters more"
+    more = len(text) - _MAX_LETTERS
+    return text if more <= 0 else f"{text[:_MAX_LETTERS]}... and {more} letters more"

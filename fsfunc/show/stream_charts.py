@@ -12,7 +12,7 @@ from fsfunc.planning.estimation import Estimate
 from fsfunc.planning.simulation import BUBBLE, EXPOSED, Span
 from fsfunc.printing.tables import Table, of_seconds, of_share, painted
 from fsfunc.show.charts import COMPUTE, OUTSIDE, STALL, WAITS
-from fsfunc.show.estimates import rates
+from fsfunc.show.estimates import describe_rates
 from fsfunc.show.lanes import Lane, LaneChart, check_spans
 
 if TYPE_CHECKING:
@@ -68,18 +68,18 @@ class StreamChart(LaneChart):
         ]
         yield Table("", ("<stream", ">spans", ">busy", ">share"), rows)
         if self.late:
-            yield self.said_late
+            yield self.late_note
         if self.missing:
             yield f"{self.missing} more ranks: ranks=[...] says which to show"
 
     @property
     def caption(self) -> str:
         title = self.title or f"streams, {of_seconds(self.end - self.start)}"
-        late = f"\n{self.said_late}" if self.late else ""
+        late = f"\n{self.late_note}" if self.late else ""
         return title + late
 
     @property
-    def said_late(self) -> str:
+    def late_note(self) -> str:
         """What of a step's time is in no span."""
         wait = of_seconds(self.late)
         return f"{wait} of the step wait for the slowest node, and are not drawn"
@@ -140,7 +140,7 @@ def streams(
     if not (math.isfinite(start) and math.isfinite(end) and start < end):
         raise ValueError(f"there is no time between {start} and {end} to show")
     alike = {times.rank: times.alike for times in getattr(estimate, "ranks", ())}
-    spans = _once([span for span in spans if span.rank in chosen])
+    spans = _without_receives([span for span in spans if span.rank in chosen])
     waits = [span for span in getattr(estimate, "waits", ()) if span.rank in chosen]
     lanes = [
         lane
@@ -154,12 +154,12 @@ def streams(
     missing = len(there) - len(chosen) if ranks is None else 0
     title, late = "", 0.0
     if isinstance(estimate, Estimate):
-        title, late = rates(estimate), estimate.seconds - last
+        title, late = describe_rates(estimate), estimate.seconds - last
         late = late if late > last / 1000 else 0.0
     return StreamChart(title, tuple(lanes), start, end, missing, late).saved(path)
 
 
-def _once(spans: Sequence[Span]) -> list[Span]:
+def _without_receives(spans: Sequence[Span]) -> list[Span]:
     """The spans without the receives of messages whose sends are here."""
     ranks = {span.rank for span in spans}
 
@@ -190,7 +190,7 @@ def _lanes(
     for stream in sorted(found, key=lambda stream: stream != COMPUTE):
         if stream == COMPUTE:
             here = tuple(_with_waits(found[stream]))
-            lanes.append(Lane(rank, stream, here, alike).filled(start, end, STALL))
+            lanes.append(Lane(rank, stream, here, alike).with_gaps(start, end, STALL))
         else:
             lanes.append(Lane(rank, stream, tuple(found[stream]), alike))
     return lanes

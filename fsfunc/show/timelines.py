@@ -32,7 +32,7 @@ from fsfunc.show.lanes import (
     LaneChart,
     bands,
     check_events,
-    number,
+    format_number,
 )
 
 if TYPE_CHECKING:
@@ -107,7 +107,7 @@ class Timeline(LaneChart):
         yield self.title
         figures = zip(self.names, self.lanes, self.bubble, self._notes(), strict=True)
         rows = [
-            (name, self.say_time(lane.busy), self.say_time(bubble), *notes)
+            (name, self.format_time(lane.busy), self.format_time(bubble), *notes)
             for name, lane, bubble, notes in figures
         ]
         yield Table("", ("<", ">busy", ">bubble", ">", ">held"), rows)
@@ -128,25 +128,25 @@ class Timeline(LaneChart):
             if span.unit:  # else a gap
                 shade = lighter(look.color, stages.index(span.unit), self._chunks)
             label = span.name.partition("@")[0]  # the shade tells the stage
-            times = f"{number(span.start)} to {number(span.end)}"
+            times = f"{format_number(span.start)} to {format_number(span.end)}"
             words = f"{span.name or look.title}: {times}"
             bars.append(Bar(span.start, span.end, look, (label,), words, shade))
         return bars
 
-    def say_time(self, time: float) -> str:
-        return of_seconds(time) if self.measured is not None else number(time)
+    def format_time(self, time: float) -> str:
+        return of_seconds(time) if self.measured is not None else format_number(time)
 
     @property
     def _chunks(self) -> int:
         """The most stages of a rank."""
         return max(len({span.unit for span in lane.work}) for lane in self.lanes)
 
-    def marks(self) -> dict[str, str]:
+    def legend_colors(self) -> dict[str, str]:
         chunks = self._chunks
         if chunks < 2:
-            return super().marks()
+            return super().legend_colors()
         pale = lighter(computing()["forward"].color, chunks - 1, chunks)
-        return super().marks() | {"lighter: a rank's later stage": pale}
+        return super().legend_colors() | {"lighter: a rank's later stage": pale}
 
     @property
     def caption(self) -> str:
@@ -156,15 +156,15 @@ class Timeline(LaneChart):
     @property
     def title(self) -> str:
         """How long it lasts."""
-        said = f"makespan {self.say_time(self.makespan)}"
+        said = f"makespan {self.format_time(self.makespan)}"
         if self.measured is None:
             return said
-        return f"{said} planned, {self.say_time(self.measured)} measured"
+        return f"{said} planned, {self.format_time(self.measured)} measured"
 
     def _notes(self) -> list[tuple[str, str]]:
         """The bubble's share and what is held, by rank."""
         shares = map(of_share, self.bubble, self._makespans())
-        return list(zip(shares, map(number, self.held), strict=True))
+        return list(zip(shares, map(format_number, self.held), strict=True))
 
 
 def timeline(
@@ -267,7 +267,7 @@ def _beside(planned: Timeline, measured: Timeline) -> Timeline:
     for pair in zip(planned.lanes, measured.lanes, strict=True):
         for lane in pair:
             work = replace(lane, spans=tuple(lane.work))
-            lanes.append(work.filled(0.0, end, WAITS))
+            lanes.append(work.with_gaps(0.0, end, WAITS))
     for pair in zip(planned.held, measured.held, strict=True):
         held += pair
     return Timeline(tuple(lanes), planned.makespan, tuple(held), measured.makespan)
@@ -310,7 +310,7 @@ def _timeline_of(events: Sequence[Any], n_ranks: int = 0) -> Timeline:
                     f"before {before.name} ends at {before.end:.6g}: a rank computes "
                     "one action at a time"
                 )
-        lanes.append(Lane(rank, COMPUTE, spans).filled(0.0, makespan, WAITS))
+        lanes.append(Lane(rank, COMPUTE, spans).with_gaps(0.0, makespan, WAITS))
     if not any(lane.busy for lane in lanes):
         raise ValueError("every action takes no time: give costs above 0")
     return Timeline(tuple(lanes), makespan, tuple(held(actions)))

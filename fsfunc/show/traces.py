@@ -129,15 +129,15 @@ def trace(
         zero = min(event.start for event in checked)
         slices = [_of_event(event, zero) for event in checked]
     slices.sort(key=lambda one: (one.start, one.end))
-    pairs = _pairs(slices)
+    pairs = _pair_messages(slices)
     for send, receive in pairs:
         late = send.start + _SHORTEST - receive.end
         if 0 < late <= 2 * _SHORTEST:  # an arrow cannot lead back
             receive.event["dur"] += late
-    named = _assign(slices)
+    name_of = _assign_threads(slices)
     timed = [*(one.event for one in slices), *_arrows(pairs), *counters]
     timed.sort(key=lambda event: event["ts"])
-    written = {"traceEvents": [*named, *timed], "displayTimeUnit": "ms"}
+    written = {"traceEvents": [*name_of, *timed], "displayTimeUnit": "ms"}
     if path is not None:
         Path(path).write_text(json.dumps(written))
     return written
@@ -174,7 +174,7 @@ def _of_span(span: Span) -> Slice:
     )
 
 
-def _pairs(slices: Sequence[Slice]) -> list[tuple[Slice, Slice]]:
+def _pair_messages(slices: Sequence[Slice]) -> list[tuple[Slice, Slice]]:
     """Each send with its receive, where both are here.
 
     Of equal messages, as several steps send them, the first that is sent is the first
@@ -190,7 +190,7 @@ def _pairs(slices: Sequence[Slice]) -> list[tuple[Slice, Slice]]:
     ]
 
 
-def _assign(slices: Sequence[Slice]) -> list[Json]:
+def _assign_threads(slices: Sequence[Slice]) -> list[Json]:
     """Set each slice's thread; return the metadata that names and orders them.
 
     It is the first of its track that is free: slices of one thread must not overlap,
@@ -206,9 +206,9 @@ def _assign(slices: Sequence[Slice]) -> list[Json]:
     ranks: list[Json] = []
     tracks: list[Json] = []
 
-    def name(named: list[Json], what: str, of: Json, name: str, order: int) -> None:
+    def name(name_of: list[Json], what: str, of: Json, name: str, order: int) -> None:
         about = {"ph": "M", "ts": 0, **of}
-        named += [
+        name_of += [
             {**about, "name": f"{what}_name", "args": {"name": name}},
             {**about, "name": f"{what}_sort_index", "args": {"sort_index": order}},
         ]
