@@ -122,7 +122,7 @@ def legend(looks: Sequence[Look], width: int | None) -> Iterator[list[tuple[str,
 
 
 def lighter(color: str, chunk: int, chunks: int) -> str:
-    """Returns the colour of a rank's ``chunk``-th stage of ``chunks``: later is lighter.
+    """Returns the colour of a rank's stage ``chunk`` of ``chunks``: later is lighter.
 
     >>> lighter("#4c7cb8", 0, 2), lighter("#4c7cb8", 1, 2)
     ('#4c7cb8', '#a2bbda')

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from fsfunc.pipelining.actions import KINDS, Action
 from fsfunc.pipelining.timing import TimedAction
-from fsfunc.planning.estimation import Estimate
 from fsfunc.planning.simulation import Span
 from fsfunc.printing.folding import alike, counted
 from fsfunc.printing.tables import of_bytes, of_seconds, painted
@@ -43,6 +42,8 @@ from fsfunc.show.figures import Drawn, lane_figure
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
     from rich.text import Text
+
+    from fsfunc.planning.estimation import Estimate
 
 MAX_TICKS = 10  # marks of time under a picture
 NOISE = 1e-9  # of the whole: sums of floats that should be equal
@@ -305,7 +306,8 @@ def check_spans(estimate: Estimate | Iterable[Span]) -> list[Span]:
         TypeError: what is no span; says which.
         ValueError: no spans, or one that ends before it starts.
     """
-    spans: list[Span] = list(getattr(estimate, "spans", estimate))
+    iterable: Any = getattr(estimate, "spans", estimate)
+    spans: list[Span] = list(iterable)
     for i, span in enumerate(spans):
         if not isinstance(span, Span):
             raise TypeError(

@@ -1,4 +1,8 @@
-"""``timeline``: a schedule as lanes over time."""
+"""``timeline``: a pipeline's schedule as lanes over time.
+
+`timeline` simulates a schedule by the costs of its actions, and draws what each rank
+computes; a run that was recorded is drawn beside it. Each rank has one lane, or two.
+"""
 
 from __future__ import annotations
 
@@ -90,15 +94,16 @@ class Timeline(LaneChart):
 
     @property
     def bubble(self) -> tuple[float, ...]:
-        """The time in which each rank computes nothing, of the makespan."""
-        spans = zip(self.lanes, self._makespans(), strict=True)
-        return tuple(lane.idle - (self.end - whole) for lane, whole in spans)
+        """The time in which each lane computes nothing, of its makespan."""
+        pairs = zip(self.lanes, self._makespans(), strict=True)
+        # A shorter step's lane is filled up to the end of the longer one.
+        return tuple(lane.idle - (self.end - makespan) for lane, makespan in pairs)
 
     def _makespans(self) -> list[float]:
-        """The makespan of each lane's step."""
-        both = self.makespan, self.measured or 0.0
+        """Returns the makespan of each lane's step: planned and measured in turns."""
+        makespans = self.makespan, self.measured or 0.0
         n = 1 if self.measured is None else 2
-        return [both[i % n] for i, _ in enumerate(self.lanes)]
+        return [makespans[i % n] for i, _ in enumerate(self.lanes)]
 
     def pieces(self, width: int | None) -> Iterator[Table | Text | str]:
         yield from map(painted, bands(self.lanes, self.names, self.end, width))
@@ -145,8 +150,8 @@ class Timeline(LaneChart):
         chunks = self._chunks
         if chunks < 2:
             return super().legend_colors()
-        pale = lighter(computing()["forward"].color, chunks - 1, chunks)
-        return super().legend_colors() | {"lighter: a rank's later stage": pale}
+        last = lighter(computing()["forward"].color, chunks - 1, chunks)
+        return super().legend_colors() | {"lighter: a rank's later stage": last}
 
     @property
     def caption(self) -> str:
@@ -155,14 +160,14 @@ class Timeline(LaneChart):
 
     @property
     def title(self) -> str:
-        """How long it lasts."""
-        said = f"makespan {self.format_time(self.makespan)}"
+        """How long it lasts, in words."""
+        title = f"makespan {self.format_time(self.makespan)}"
         if self.measured is None:
-            return said
-        return f"{said} planned, {self.format_time(self.measured)} measured"
+            return title
+        return f"{title} planned, {self.format_time(self.measured)} measured"
 
     def _notes(self) -> list[tuple[str, str]]:
-        """The bubble's share and what is held, by rank."""
+        """Returns the bubble's share and what is held, by lane."""
         shares = map(of_share, self.bubble, self._makespans())
         return list(zip(shares, map(format_number, self.held), strict=True))
 
@@ -226,21 +231,25 @@ def timeline(
 
 
 def _check_run(schedule: Schedule, events: Sequence[TimedAction]) -> None:
-    """Refuses a run that has not each action of the schedule once."""
-    due = Counter((rank, a) for rank, row in enumerate(schedule) for a in row)
+    """Raises ValueError unless a run has each action of the schedule once."""
+    scheduled = Counter((rank, a) for rank, row in enumerate(schedule) for a in row)
     ran = Counter((event.rank, event.action) for event in events)
-    for rank, action in (*due, *ran):
-        times, asked = ran[rank, action], due[rank, action]
-        if times != asked and action.is_compute:
+    for rank, action in (*scheduled, *ran):
+        times, expected = ran[rank, action], scheduled[rank, action]
+        if times != expected and action.is_compute:
             raise ValueError(
                 f"rank {rank} ran {action} {times} times, and the schedule has it "
-                f"{asked} times: measured= takes all events of one step by this "
+                f"{expected} times: measured= takes all events of one step by this "
                 "schedule, as one ff.clock() around it records them on each rank"
             )
 
 
 def _costs_of(events: Sequence[TimedAction]) -> Costs:
-    """The median times of each stage's actions; of B alone, half is that of I."""
+    """Returns the median times of each stage's actions.
+
+    An action with several costs, as B is I and W, gives each an equal share, unless the
+    run has the parts by themselves.
+    """
     times: dict[tuple[tuple[str, ...], int], list[float]] = defaultdict(list)
     for _, action, start, end in events:
         times[action.of_kind.costs, action.stage].append(end - start)
@@ -261,23 +270,32 @@ def _costs_of(events: Sequence[TimedAction]) -> Costs:
 
 
 def _beside(planned: Timeline, measured: Timeline) -> Timeline:
-    """Both as one chart: each rank's two lanes, to the end of the longer one."""
+    """Merges two charts: each rank has two lanes, to the end of the longer step."""
     end = max(planned.makespan, measured.makespan)
-    lanes, held = [], []
+    lanes: list[Lane] = []
+    activations: list[float] = []
     for pair in zip(planned.lanes, measured.lanes, strict=True):
         for lane in pair:
+            # The gaps of its own chart end with its own makespan.
             work = replace(lane, spans=tuple(lane.work))
             lanes.append(work.with_gaps(0.0, end, WAITS))
     for pair in zip(planned.held, measured.held, strict=True):
-        held += pair
-    return Timeline(tuple(lanes), planned.makespan, tuple(held), measured.makespan)
+        activations += pair
+    return Timeline(
+        tuple(lanes), planned.makespan, tuple(activations), measured.makespan
+    )
 
 
-def _timeline_of(events: Sequence[Any], n_ranks: int = 0) -> Timeline:
-    """The timeline of events, of so many ranks at least.
+def _timeline_of(
+    events: Iterable[tuple[int, Action, float, float]], n_ranks: int = 0
+) -> Timeline:
+    """Makes the timeline of events.
 
-    Transfers are not drawn, as ranks compute meanwhile.
+    Args:
+        events: (rank, action, start, end).
+        n_ranks: the number of ranks, if some of them have no events.
     """
+    # Transfers are not drawn, as ranks compute meanwhile.
     computed = [event for event in check_events(events) if event.action.is_compute]
     if not computed:
         raise ValueError("there is no F, B, I or W among the events to show")
@@ -288,14 +306,14 @@ def _timeline_of(events: Sequence[Any], n_ranks: int = 0) -> Timeline:
     for event in sorted(computed, key=lambda event: (event.start, event.end)):
         rows[event.rank].append(event)
     actions = tuple(tuple(event.action for event in row) for row in rows)
-    several = any(len(stages_of(row)) > 1 for row in actions)
+    has_chunks = any(len(stages_of(row)) > 1 for row in actions)
     lanes = []
     for rank, row in enumerate(rows):
         spans = tuple(
             Span(
                 rank,
                 COMPUTE,
-                event.action.text(stage=several),
+                event.action.text(stage=has_chunks),
                 str(event.action.stage),
                 by_sign(event.action.kind).title,
                 event.start - zero,
