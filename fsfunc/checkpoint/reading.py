@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from itertools import groupby
 from operator import attrgetter, sub
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -220,11 +221,15 @@ def _begin_thread(streams: Sequence[torch.cuda.Stream]) -> None:
 class Blocks:
     """A file of a checkpoint, of which every block is proven before it is copied."""
 
+    nbytes: int
+    checksums: tuple[int, ...] | None
+    origin: int
+
     def __init__(self, stored: Stored, name: str, pool: ThreadPoolExecutor):
-        self.path = stored.path / name
+        self.path: Path = stored.path / name
         self.nbytes, self.checksums, self.origin = stored.files[name]
         self.pool = pool
-        self.file = open_regular(self.path, follow=stored.version is None)
+        self.file: int = open_regular(self.path, follow=stored.version is None)
 
     def __enter__(self) -> Blocks:
         return self

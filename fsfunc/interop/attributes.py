@@ -47,7 +47,7 @@ class Attributes:
     ):
         self._units, self._title = units, title
         #: Whether something in it cannot be put back, so that nobody else may have it.
-        self.is_closed = False
+        self.is_closed: bool = False
         self._modules = [(p, m, dict(vars(m))) for p, m in module.named_modules()]
         # Both by id. What was not copied is shared by all copies, and left alone.
         modules, copies = {id(m) for _, m, _ in self._modules}, {id(x) for x in copied}

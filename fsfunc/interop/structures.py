@@ -107,6 +107,11 @@ class Structure:
         plan: which of its layers are split.
     """
 
+    template: nn.Module
+    plan: LayerPlan
+    frozen: frozenset[str]
+    overlapping: frozenset[str]
+
     def __init__(
         self,
         module: nn.Module,
@@ -122,8 +127,8 @@ class Structure:
         self._first_names = {name: first[id(m)] for name, m in every}
         self.frozen, self.overlapping = frozenset(tensors.frozen), tensors.overlapping
         self._fetch_units: dict[str, Unit] = {}
-        self.parts = {name: _Part(self, name, None) for name in units}
-        self.whole = self.parts.get("") or _Part(self, "", self._fetch)
+        self.parts: dict[str, _Part] = {n: _Part(self, n, None) for n in units}
+        self.whole: _Part = self.parts.get("") or _Part(self, "", self._fetch)
 
     def call(
         self,
@@ -219,6 +224,8 @@ class ModuleCopy:
         fills_caches: whether it may fill a cache.
     """
 
+    module: nn.Module
+
     def __init__(
         self,
         template: nn.Module,
@@ -229,12 +236,14 @@ class ModuleCopy:
         self.module, copied = _copy_part(template, part, fills_caches)
         self.fills_caches = fills_caches
         #: Where its modules look up their tensors: they ask the call that has the copy.
-        self.tables = Tables(part, self.module)
+        self.tables: Tables = Tables(part, self.module)
         for name, call in stubs.items():
             make_stub(self.module.get_submodule(name), call, self)
-        self.attributes = Attributes(self.module, copied, stubs.keys(), part.title)
+        self.attributes: Attributes = Attributes(
+            self.module, copied, stubs.keys(), part.title
+        )
         units = map(self.module.get_submodule, stubs)
-        self.late_hooks = {id(m): LateHooks(m) for m in units}
+        self.late_hooks: dict[int, LateHooks] = {id(m): LateHooks(m) for m in units}
 
 
 class _Part:
@@ -243,6 +252,12 @@ class _Part:
     Args:
         fetch: reads a parameter that is outside every unit; None for a unit.
     """
+
+    structure: Structure
+    name: str
+    template: nn.Module
+    params: tuple[str, ...]
+    buffers: tuple[str, ...]
 
     def __init__(
         self,
@@ -254,7 +269,9 @@ class _Part:
         self.template = m = structure.template.get_submodule(name)
         title = "the module" if fetch else f"unit {name or type(m).__name__!r}"
         frozen, overlapping = structure.frozen, structure.overlapping
-        self.facts = PartFacts(name, title, frozen, overlapping, fetch, structure.plan)
+        self.facts: PartFacts = PartFacts(
+            name, title, frozen, overlapping, fetch, structure.plan
+        )
         # Copies that no call has, by whether they may fill caches.
         self.free_copies: dict[bool, list[ModuleCopy]] = {False: [], True: []}
         # Placeholders, which bear the names that these tensors have in the whole.

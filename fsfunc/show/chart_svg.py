@@ -31,8 +31,13 @@ class Drawing:
 
     Args:
         title: is wrapped to the width.
-        beside: pixels at the right that are kept free of title and legend.
+        beside: pixels at the right that are left free of title and legend.
     """
+
+    width: float
+    beside: float
+    parts: list[str]
+    below: float  # the height so far
 
     def __init__(self, width: float, title: str, beside: float = 0.0):
         self.width, self.beside, self.parts, self.below = (

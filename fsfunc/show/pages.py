@@ -73,6 +73,9 @@ STYLE = """
 class Sheet:
     """A chart's time axis, and the style of what has been drawn over it so far."""
 
+    start: float
+    end: float
+
     def __init__(self, start: float, end: float, format_value: Callable[[float], str]):
         self.start, self.end = start, end
         self.looks: dict[tuple[str, str], str] = {}  # (colour, ink) -> class
