@@ -157,7 +157,9 @@ class SavePeers:
     def failure(self) -> str:
         """The failure of one of them, in words; "" where there is none."""
         errors = self.read_messages()
-        lost = [f"rank {r} {why}" for r, why in self.lost.items() if r not in errors]
+        lost = [
+            f"rank {r} {reason}" for r, reason in self.lost.items() if r not in errors
+        ]
         return next(filter(None, errors.values()), "; ".join(lost))
 
     def wait(self, all_of_them: bool = False) -> None:
@@ -190,9 +192,9 @@ class SavePeers:
             silent_since = {r: silent_since.get(r, asked) for r in missing}
             deadline = time.monotonic() - self.patience
             self.lost = {
-                r: why
-                for r, why in missing.items()
-                if is_final(why) or silent_since[r] < deadline
+                r: reason
+                for r, reason in missing.items()
+                if is_final(reason) or silent_since[r] < deadline
             }
             if self.lost and (self.path / MANIFEST).exists():
                 return  # rank 0 completed the checkpoint, and ended before it told

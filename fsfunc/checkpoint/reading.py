@@ -209,13 +209,13 @@ def threads(targets: Iterable[Tensor] = ()) -> ThreadPoolExecutor:
     return ThreadPoolExecutor(THREADS, "read", _begin_thread, (streams,))
 
 
-_LOCAL = threading.local()
+_THREAD_LOCAL = threading.local()
 
 
 def _begin_thread(streams: Sequence[torch.cuda.Stream]) -> None:
     host_copies.enter(streams)
     # An element across an edge is read with the block after it.
-    _LOCAL.slab = memoryview(bytearray(SLAB + BLOCK))
+    _THREAD_LOCAL.slab = memoryview(bytearray(SLAB + BLOCK))
 
 
 class Blocks:
@@ -285,7 +285,7 @@ class Blocks:
 
     def _fill(self, slab: Slab) -> None:
         """Reads the blocks of one slab, proves and copies them, on a thread."""
-        first, size, memory = slab.begin, slab.end - slab.begin, _LOCAL.slab
+        first, size, memory = slab.begin, slab.end - slab.begin, _THREAD_LOCAL.slab
         self._read(first, size, memory)
         self._prove(first, memory[:size])
         # A target may be an inference tensor, which is written to in that mode alone.

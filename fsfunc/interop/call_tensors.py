@@ -306,7 +306,7 @@ def _ask_values(ask: Callable[[_T], _Answer], arg: _T) -> _Answer:
 _REAL = torch.empty(0)  # of no mode's kind
 
 
-def _equal(x: Tensor, before: Tensor) -> bool:
+def _is_equal(x: Tensor, before: Tensor) -> bool:
     """Returns whether two tensors have the same values; NaN equals NaN."""
     with _torch.beneath_functorch(), torch.no_grad():
         x, before = _torch.unwrapped(x), _torch.unwrapped(before)
@@ -327,7 +327,7 @@ def _find_unlike(pairs: Mapping[_Key, tuple[Tensor, Tensor]]) -> set[_Key]:
     unlike: set[_Key] = set()
     for key, (x, before) in pairs.items():
         if x.shape != before.shape or x.device != before.device or _is_on_host(x):
-            unlike |= set() if _equal(x, before) else {key}
+            unlike |= set() if _is_equal(x, before) else {key}
             continue
         with _torch.beneath_functorch(), torch.no_grad():
             x, before = _torch.unwrapped(x), _torch.unwrapped(before)

@@ -171,9 +171,11 @@ def _no_match_message(
     classes = {
         name: type(m).__name__ for name, m in module.named_modules() if has_forward(m)
     }
-    near = nearest(shown, [*sorted({*classes.values()}), *filter(None, classes)])
+    nearest_names = nearest(
+        shown, [*sorted({*classes.values()}), *filter(None, classes)]
+    )
     count = sum(p.numel() for p in module.parameters())
-    return f"units: {shown} matches nothing; there are {near}, of {count} parameters"
+    return f"units: {shown} matches nothing; there are {nearest_names}, of {count} parameters"
 
 
 # Modules that draw random numbers.

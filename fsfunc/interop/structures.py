@@ -468,7 +468,7 @@ def _fill_with_meta_tensors(module: nn.Module) -> dict[str, str]:
     Returns, by a tensor's name in the module, its name in the whole. A tied tensor has
     one name.
     """
-    made: dict[str, Tensor] = {}  # by the name in the whole
+    meta_tensors: dict[str, Tensor] = {}  # by the name in the whole
     names: dict[str, str] = {}
     for path, m in module.named_modules():
         parameters, buffers = _torch.tables(m)
@@ -476,12 +476,12 @@ def _fill_with_meta_tensors(module: nn.Module) -> dict[str, str]:
             for name, x in table.items():
                 if not isinstance(x, AbsentTensor):
                     continue
-                if x.name not in made:
+                if x.name not in meta_tensors:
                     shape = cast(torch.Size, x.shape)
                     empty = torch.empty(shape, dtype=x.dtype, device="meta")
                     if table is parameters:
                         empty = nn.Parameter(empty, requires_grad=False)
-                    made[x.name] = empty
+                    meta_tensors[x.name] = empty
                     names[f"{path}.{name}" if path else name] = x.name
-                table[name] = made[x.name]
+                table[name] = meta_tensors[x.name]
     return names

@@ -174,7 +174,7 @@ class Row(NamedTuple):
 
 
 def is_dark(color: str) -> bool:
-    """True for a colour on which white is easier to read than black.
+    """Returns whether white is easier to read than black on a colour.
 
     >>> is_dark("#4c7cb8"), is_dark("#edb83d")
     (True, False)

@@ -28,7 +28,7 @@ from fsfunc.show.plans import check_plan
 def estimate(
     estimate: Estimate, plan: Plan | None = None, hardware: Hardware | None = None
 ) -> Report:
-    """The tables of an estimate: its rates, where the time goes, and what is too much.
+    """Returns the tables of an estimate: rates, where time goes, what is too much.
 
     Args:
         estimate: of ``ff.estimate``.

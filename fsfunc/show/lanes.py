@@ -240,7 +240,7 @@ def action_rows(lane: Lane) -> list[Row]:
             is_apart = is_apart or span.phase != STALL.title
             continue
         is_scheduled = span.turn[:1] in KINDS
-        key = (span.turn, "" if is_scheduled else _coarse(span.phase))
+        key = (span.turn, "" if is_scheduled else _phase_group(span.phase))
         if not groups or groups[-1][0] != key or is_apart and not is_scheduled:
             groups.append((key, []))
         groups[-1][1].append(span)
@@ -256,7 +256,7 @@ def action_rows(lane: Lane) -> list[Row]:
 _BACKWARD = {"recompute"} | {k.title for k in KINDS.values() if set(k.parts) - {"F"}}
 
 
-def _coarse(phase: str) -> str:
+def _phase_group(phase: str) -> str:
     return "backward" if phase in _BACKWARD else phase
 
 

@@ -198,8 +198,8 @@ def boxes(layout: Layout, coordinates: Coordinates, dims: int) -> list[Rectangle
     block = layout.block(coordinates)
     if block is None:
         return []
-    top, height = _side(block[:dims], layout.shape[:dims])
-    left, width = _side(block[dims:], layout.shape[dims:])
+    top, height = _flatten_block(block[:dims], layout.shape[:dims])
+    left, width = _flatten_block(block[dims:], layout.shape[dims:])
     return [
         Rectangle(top + row, top + row + rows, left + column, left + column + columns)
         for (row, column), (rows, columns) in cut(
@@ -208,7 +208,9 @@ def boxes(layout: Layout, coordinates: Coordinates, dims: int) -> list[Rectangle
     ]
 
 
-def _side(block: Sequence[tuple[int, int]], shape: Sequence[int]) -> tuple[int, int]:
+def _flatten_block(
+    block: Sequence[tuple[int, int]], shape: Sequence[int]
+) -> tuple[int, int]:
     """Returns (start, length) of a block of dims, of which at most the first is cut."""
     if not block:
         return 0, 1

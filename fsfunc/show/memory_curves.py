@@ -49,9 +49,9 @@ def kinds_table(rank_plan: RankPlan) -> Table:
 
 def peak_by_unit(rank_plan: RankPlan) -> list[tuple[str, str, int]]:
     """Returns (kind, unit or "", bytes) of the memory at the peak, largest first."""
-    given: dict[str, dict[str, int]] = defaultdict(lambda: defaultdict(int))
+    given_leaves: dict[str, dict[str, int]] = defaultdict(lambda: defaultdict(int))
     for leaf in rank_plan.leaves:
-        given[leaf.kind][unit_of(leaf)] += leaf.bytes
+        given_leaves[leaf.kind][unit_of(leaf)] += leaf.bytes
     sizes: dict[tuple[str, str], int] = defaultdict(int)
     # What the step was given has no operator that tells its unit: leaves tell it.
     given_sizes: dict[str, int] = defaultdict(int)
@@ -61,7 +61,7 @@ def peak_by_unit(rank_plan: RankPlan) -> list[tuple[str, str, int]]:
         else:
             given_sizes[storage.kind] += storage.bytes
     for kind, size in given_sizes.items():
-        units = given[kind]
+        units = given_leaves[kind]
         # Some of it is freed by then, and nothing tells of which units.
         if sum(units.values()) != size:
             units = {"": size}

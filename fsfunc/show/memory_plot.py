@@ -253,7 +253,7 @@ def memory(
     estimate: Estimate | None = None,
     path: str | PathLike[str] | None = None,
 ) -> MemoryChart:
-    """The memory that a rank holds over a step, split by what it is for.
+    """Shows the memory that a rank holds over a step, split by what it is for.
 
     Args:
         plan: of ``ff.plan``.

@@ -231,7 +231,7 @@ def html(
     title: str = "",
     path: str | PathLike[str] | None = None,
 ) -> str:
-    """One page with all of a plan: its times, memory, layouts and tables.
+    """Returns one page with all of a plan: its times, memory, layouts and tables.
 
     A file by itself: it loads nothing, and is well-formed XML. Every span of the
     estimate is there once (a message where it is sent); what one points at says

@@ -35,7 +35,7 @@ from fsfunc.show.memory_curves import (
 
 
 def plan(plan: Plan, rank: int | None = None) -> Report:
-    """The tables of a plan: units, collectives, parameters, state, and memory.
+    """Shows the tables of a plan: units, collectives, parameters, state, and memory.
 
     Bytes and FLOPs are those of one rank and one step; 1 GB is 10^9 bytes. Rows that
     differ in a number alone, as equal layers do, are one row: ``blocks/0-999/up``.

@@ -123,7 +123,7 @@ class LeafPicture(Printed):
 def sharding(
     value: Any, mesh: Mesh | None = None, *, rank: int | None = None
 ) -> LeafPicture | Report:
-    """The elements that each rank holds: of one leaf a picture, of a tree a table.
+    """Shows the elements that each rank holds: of a leaf a picture, of a tree a table.
 
     A leaf of one or two dims is drawn as it is; of more, the leading ones are rows and
     the rest columns. Nothing is communicated: a layout says it all, so the mesh may be
@@ -275,7 +275,7 @@ _MAX_LETTERS = 2000  # of a value
 
 
 def checkpoint(found: Stored | str | os.PathLike, *, at: str = "") -> Report:
-    """The tensors, values and files of a checkpoint, to print.
+    """Shows the tensors, values and files of a checkpoint.
 
     Args:
         found: what ``metadata(path)`` returned, or a path.

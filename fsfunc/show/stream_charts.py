@@ -100,7 +100,7 @@ def streams(
     between: tuple[float, float] | None = None,
     path: str | PathLike[str] | None = None,
 ) -> StreamChart:
-    """The chart of an estimate: each stream of the planned ranks over time.
+    """Shows an estimate as a chart: each stream of the planned ranks over time.
 
     Args:
         estimate: of ``ff.estimate``, or its spans.

@@ -82,7 +82,7 @@ class Timeline(LaneChart):
 
     @classmethod
     def of_events(cls, events: Sequence[tuple[int, Action, float, float]]) -> Timeline:
-        """The timeline of a recorded run.
+        """Returns the timeline of a recorded run.
 
         Args:
             events: (rank, action, start, end) of one step, times in seconds.
@@ -180,7 +180,7 @@ def timeline(
     edges: Iterable[tuple[int, int]] | None = None,
     path: str | PathLike[str] | None = None,
 ) -> Timeline:
-    """The timeline of a schedule whose actions take what ``costs`` says.
+    """Shows the timeline of a schedule whose actions take what ``costs`` says.
 
     Every action starts as soon as its rank is free and what it needs has arrived. With
     ``measured`` a run of it is shown beside that, over the same time.
@@ -227,7 +227,7 @@ def timeline(
     _check_run(rows, ran)
     planned = simulate(rows, _costs_of(ran) if costs is None else costs, edges=edges)
     both = _timeline_of(planned, len(rows)), _timeline_of(ran, len(rows))
-    return _beside(*both).saved(path)
+    return _merge_timelines(*both).saved(path)
 
 
 def _check_run(schedule: Schedule, events: Sequence[TimedAction]) -> None:
@@ -269,7 +269,7 @@ def _costs_of(events: Sequence[TimedAction]) -> Costs:
     return Costs(**times_of)
 
 
-def _beside(planned: Timeline, measured: Timeline) -> Timeline:
+def _merge_timelines(planned: Timeline, measured: Timeline) -> Timeline:
     """Merges two charts: each rank has two lanes, to the end of the longer step."""
     end = max(planned.makespan, measured.makespan)
     lanes: list[Lane] = []

@@ -92,7 +92,7 @@ def trace(
     *,
     plan: Plan | None = None,
 ) -> dict[str, Any]:
-    """The run as a Chrome trace, which is also written to ``path`` where given.
+    """Returns the run as a Chrome trace, and writes it to ``path`` if that is given.
 
     Each rank is a process with a track for what it computes and tracks for what it
     sends and receives; slices are named as actions are (``F3@5``), and an arrow leads
@@ -128,7 +128,7 @@ def trace(
         spans = check_spans(source)
         slices = [_slice_of_span(span) for span in spans]
         if plan is not None:
-            counters = list(_counters(spans, check_plan(plan)))
+            counters = list(_make_counters(spans, check_plan(plan)))
     elif plan is not None:
         raise TypeError(
             "memory goes with an estimate, and these are events of a run: give "
@@ -147,7 +147,7 @@ def trace(
         if 0 < late <= 2 * _SHORTEST:
             receive.event["dur"] += late
     metadata = _assign_threads(slices)
-    timed = [*(s.event for s in slices), *_arrows(pairs), *counters]
+    timed = [*(s.event for s in slices), *_make_arrows(pairs), *counters]
     timed.sort(key=lambda event: event["ts"])
     file = {"traceEvents": [*metadata, *timed], "displayTimeUnit": "ms"}
     if path is not None:
@@ -240,7 +240,7 @@ def _assign_threads(slices: Sequence[Slice]) -> list[Json]:
     return ranks + tracks
 
 
-def _arrows(pairs: Sequence[tuple[Slice, Slice]]) -> Iterator[Json]:
+def _make_arrows(pairs: Sequence[tuple[Slice, Slice]]) -> Iterator[Json]:
     """Yields the flow events ("s", "f") from each send to its receive."""
     for number, (send, receive) in enumerate(pairs, 1):
         # A receive is posted before its send begins: the arrow leads to its end, and
@@ -255,7 +255,7 @@ def _arrows(pairs: Sequence[tuple[Slice, Slice]]) -> Iterator[Json]:
             )
 
 
-def _counters(spans: Sequence[Span], plan: Plan) -> Iterator[Json]:
+def _make_counters(spans: Sequence[Span], plan: Plan) -> Iterator[Json]:
     """Yields ranks' memory at moments of the step, as counter events ("C")."""
     rank_plans = {rank_plan.rank: rank_plan for rank_plan in plan.ranks}
     for rank in dict.fromkeys(span.rank for span in spans):
