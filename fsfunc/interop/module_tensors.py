@@ -191,12 +191,11 @@ def check_closures(module: nn.Module) -> None:
             if captured is not None:
                 attribute_path = f"{name}.{attribute}" if name else attribute
                 raise TypeError(
-                    f"{attribute_path} is a function that holds {captured!r} by closure, "
-                    "default or global name: what is run is a copy of the module, and "
-                    "this would compute with the original. Make it a method of the "
-                    "module's class "
-                    "(or types.MethodType(function, module)), and take the module of a "
-                    "hook from its first argument"
+                    f"{attribute_path} is a function that holds {captured!r} by "
+                    "closure, default or global name: what is run is a copy of the "
+                    "module, and this would compute with the original. Make it a "
+                    "method of the module's class (or types.MethodType(function, "
+                    "module)), and take the module of a hook from its first argument"
                 )
 
 

@@ -175,7 +175,10 @@ def _no_match_message(
         shown, [*sorted({*classes.values()}), *filter(None, classes)]
     )
     count = sum(p.numel() for p in module.parameters())
-    return f"units: {shown} matches nothing; there are {nearest_names}, of {count} parameters"
+    return (
+        f"units: {shown} matches nothing; there are {nearest_names}, of {count} "
+        "parameters"
+    )
 
 
 # Modules that draw random numbers.
