@@ -540,6 +540,8 @@ def read_manifest(folder: Path) -> Stored:
 
 
 def _read_manifest(raw: bytes, folder: Path) -> Stored:
+    # The garbage collector would look again and again at objects of which none is
+    # garbage: a table of many leaves makes millions.
     try:
         with uncollected():
             return _parse_manifest(raw, folder)

@@ -263,7 +263,8 @@ def _begin(
             destination, contents, find_copies(contents, here), copied_metadata
         )
 
-    # First of all: until all ranks are here, one may still wait for an earlier save.
+    # No folder is made before: until all ranks are here, one may still wait for an
+    # earlier save.
     destination, contents, copies, copied_metadata = everywhere(here, check_alone)
     contents, unique = compare_ranks(contents, copies, here, destination)
     task = SaveTask(destination, unique, here, contents, copied_metadata, keep)

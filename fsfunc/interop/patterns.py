@@ -98,6 +98,8 @@ def select_units(module: nn.Module, units: Units) -> list[str]:
     for selector in _each(units):
         names = _matching(module, selector)
         modules = {name: module.get_submodule(name) for name in names}
+        # A unit replaces a forward, so what has none, such as a ModuleList, is passed
+        # over.
         callable_names = [
             first_names[id(m)] for m in modules.values() if has_forward(m)
         ]

@@ -91,6 +91,7 @@ class Lane:
         a part in which anything is sent shows what.
         """
         width = (end - start) / count
+        # What takes most of a column is shown: what comes first could be a sliver.
         seconds: list[dict[Look, float]] = [{} for _ in range(count)]
         for span in self.spans:
             look = look_of(span)
@@ -350,7 +351,7 @@ def bands(
     rows = [cells(lane, grid, columns) for lane in lanes]
     margin = max(map(len, names)) + 1
     space = columns if width is None else max(width - margin - 1, 2 * grid.pitch)
-    space = space // grid.pitch * grid.pitch
+    space = space // grid.pitch * grid.pitch  # bands are cut where actions may meet
     for first in range(0, columns, space):
         last = min(first + space, columns)
         yield [(" " * margin + ruler(grid, first, last, makespan), "")]
@@ -389,7 +390,8 @@ def choose_columns(spans: Sequence[Span], makespan: float) -> Columns:
         if makespan / unit * pitch <= _MAX_COLUMNS:
             return Columns(float(pitch / unit), pitch)
     rates = sorted((len(s.name) + 1) / (s.end - s.start) for s in spans)
-    rate = rates[9 * (len(rates) - 1) // 10]  # 90 % of the labels fit
+    # 90 % of the labels fit: for the shortest span the chart would be too wide.
+    rate = rates[9 * (len(rates) - 1) // 10]
     return Columns(min(rate, _MAX_COLUMNS / makespan), 1)
 
 
@@ -418,6 +420,7 @@ def cells(lane: Lane, grid: Columns, columns: int) -> list[Cell]:
         first, last = grid.column(span.start), grid.column(span.end)
         room, look = last - first - 1, look_of(span)
         if room >= 0:
+            # A name that has no room is a letter, which the legend explains.
             text = span.name if len(span.name) <= room else look.sign
             text = look.sign * room if look.title in GAPS else text[:room].ljust(room)
             row[first:last] = [(_EDGE, _BORDER), *((c, look.style) for c in text)]

@@ -153,6 +153,7 @@ def grid_of(layout: Layout) -> Grid | None:
     dims = rows_of(layout)
     if dims is None or not layout.numel:
         return None
+    # Before all coordinates are gone through, of which a large mesh has very many.
     if math.prod(layout.sizes.values()) > MAX_ROWS * MAX_COLUMNS:
         return None
     parts = {layout.key(c): boxes(layout, c, dims) for c in every_coordinate(layout)}

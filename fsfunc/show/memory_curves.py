@@ -160,6 +160,7 @@ class Curve:
         for (start, sizes), end in zip(self.points, ends, strict=False):
             total = sum(sizes)
             first, stop = self._column(start, count), self._stop(start, end, count)
+            # Of a column the highest moment: a short peak would be lost in a mean.
             for column in range(first, stop):
                 if total > sum(highest[column]):
                     highest[column] = sizes

@@ -139,6 +139,7 @@ def _units(rank_plan: RankPlan) -> Table:
     calls: dict[str, int] = defaultdict(int)
     for (unit, phase), work in rank_plan.work.items():
         flops[unit, phase] += work.flops
+        # The phases of one call of a unit, such as its backward, are no further calls.
         calls[unit] = max(calls[unit], work.calls)
 
     def figures(unit: str) -> tuple[int, ...]:

@@ -161,6 +161,7 @@ def streams(
         )
     missing = len(planned) - len(chosen) if ranks is None else 0
     title, late = "", 0.0
+    # An estimate adds the wait for the slowest of many nodes, which no span has.
     if isinstance(estimate, Estimate):
         title, late = describe_rates(estimate), estimate.seconds - last
         late = late if late > last / 1000 else 0.0  # less is not worth a note
