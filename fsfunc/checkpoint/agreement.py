@@ -25,7 +25,7 @@ from fsfunc.comm.attribution import label
 from fsfunc.comm.comparison import Section, agree
 from fsfunc.comm.groups import RankGroup, get_group
 from fsfunc.comm.mesh import Here
-from fsfunc.comm.watch.mailboxes import Message, is_final
+from fsfunc.comm.watch.mailboxes import Board, Message, is_final
 
 _T = TypeVar("_T")
 
@@ -126,13 +126,18 @@ class SavePeers:
         path: the path that the checkpoint will have.
     """
 
+    board: Board
+    rank: int
+    path: Path
+
     def __init__(self, here: Here, path: Path):
         self.board, self.rank, self.path = here.link.board, here.rank, path
-        self.ranks = [0] if here.rank else [*range(1, here.mesh.size)]
-        self.patience = min(here.link.timeout / 2, 300.0)  # with one that is silent
+        self.ranks: list[int] = [0] if here.rank else [*range(1, here.mesh.size)]
+        # Seconds of waiting for one that is silent.
+        self.patience: float = min(here.link.timeout / 2, 300.0)
         # Saves are numbered, so that a late message of an earlier one is not taken.
         self.board.saves[here.rank] += 1
-        self.number = self.board.saves[here.rank]
+        self.number: int = self.board.saves[here.rank]
         self.lost: dict[int, str] = {}  # by rank, why it will never report
 
     def tell(self, error: str) -> None:
@@ -152,7 +157,9 @@ class SavePeers:
     def failure(self) -> str:
         """The failure of one of them, in words; "" where there is none."""
         errors = self.read_messages()
-        lost = [f"rank {r} {why}" for r, why in self.lost.items() if r not in errors]
+        lost = [
+            f"rank {r} {reason}" for r, reason in self.lost.items() if r not in errors
+        ]
         return next(filter(None, errors.values()), "; ".join(lost))
 
     def wait(self, all_of_them: bool = False) -> None:
@@ -185,9 +192,9 @@ class SavePeers:
             silent_since = {r: silent_since.get(r, asked) for r in missing}
             deadline = time.monotonic() - self.patience
             self.lost = {
-                r: why
-                for r, why in missing.items()
-                if is_final(why) or silent_since[r] < deadline
+                r: reason
+                for r, reason in missing.items()
+                if is_final(reason) or silent_since[r] < deadline
             }
             if self.lost and (self.path / MANIFEST).exists():
                 return  # rank 0 completed the checkpoint, and ended before it told

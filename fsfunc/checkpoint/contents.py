@@ -100,9 +100,9 @@ class Contents:
         lines: list[tuple[str, str]] = []
         for path, leaf in self.tensors.items():
             axes = ", ".join(leaf.layout.axes)
-            over = f" over {axes}" if axes else ""
+            suffix = f" over {axes}" if axes else ""
             shape_and_dtype = describe_tensor(leaf.layout.shape, leaf.part.dtype)
-            lines.append((repr(path), shape_and_dtype + over))
+            lines.append((repr(path), shape_and_dtype + suffix))
         return lines + [(repr(p), json.dumps(x)) for p, x in self.values.items()]
 
 

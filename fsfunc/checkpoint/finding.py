@@ -38,7 +38,7 @@ from fsfunc.checkpoint.parsing import (
     parse_table,
 )
 from fsfunc.checkpoint.reading import prove
-from fsfunc.checkpoint.stored import CheckpointError, Stored, validated
+from fsfunc.checkpoint.stored import CheckpointError, Stored, validate
 from fsfunc.comm.attribution import warn
 from fsfunc.comm.tracebacks import api_boundary
 from fsfunc.printing.tables import visible
@@ -47,7 +47,7 @@ from fsfunc.runtime.scopes import gc_paused
 
 @api_boundary
 def metadata(path: str | os.PathLike[str]) -> Stored:
-    """The leaves and metadata of the checkpoint at ``path``; reads no tensor.
+    """Reads the leaves and metadata of the checkpoint at ``path``, and no tensor.
 
     Args:
         path: whatever `load` takes.
@@ -73,23 +73,25 @@ def metadata(path: str | os.PathLike[str]) -> Stored:
     if os.path.lexists(path / MANIFEST):
         return read_manifest(path)
     if path.is_dir():
-        files, index = _files_of(path)
+        files, index = _find_files(path)
         if files:
             return _read_foreign(path, files, index)
         if any(is_pickle(p) for p in path.iterdir()):
             raise pickle_error(path)
         raise CheckpointError(
             f"{path} is no checkpoint: it holds neither {MANIFEST} nor a safetensors "
-            f"file{_instead(path)}"
+            f"file{_describe_alternative(path)}"
         )
     if path.exists():
         if is_pickle(path):
             raise pickle_error(path)
         return _read_foreign(path.parent, [path])
-    raise FileNotFoundError(f"there is no checkpoint at {path}{_instead(path.parent)}")
+    raise FileNotFoundError(
+        f"there is no checkpoint at {path}{_describe_alternative(path.parent)}"
+    )
 
 
-def _instead(folder: Path) -> str:
+def _describe_alternative(folder: Path) -> str:
     """Describes what a folder has in place of the checkpoint that was looked for."""
     paths = list_folder(folder)
     if checkpoints := [p for p in paths if _is_checkpoint(p)]:
@@ -106,7 +108,7 @@ def _instead(folder: Path) -> str:
     return ""
 
 
-def _files_of(folder: Path) -> tuple[list[Path], dict[str, str] | None]:
+def _find_files(folder: Path) -> tuple[list[Path], dict[str, str] | None]:
     """Returns a folder's safetensors files, and its index: by tensor a file's name.
 
     If there is an index, these are the files that it names.
@@ -174,7 +176,7 @@ def _read_foreign(
         with gc_paused():
             tensors = tensors_from(headers.values(), facts)
             stored = Stored(folder, tensors, files=files, **facts_from(facts))
-            stored = validated(stored, data_begins)
+            stored = validate(stored, data_begins)
     except InvalidTable as error:
         raise CheckpointError(
             f"{folder if len(paths) > 1 else paths[0]} is damaged ({error})"
@@ -187,7 +189,7 @@ def _read_foreign(
 def latest(
     folder: str | os.PathLike[str], pattern: str = "*", *, proven: bool = False
 ) -> Path | None:
-    """The newest checkpoint in ``folder`` that can be loaded; None if there is none.
+    """Returns the newest checkpoint in ``folder`` that can be loaded, or None.
 
     Those that are truncated or damaged are skipped, with a warning, and not deleted.
     Every rank finds the same one.

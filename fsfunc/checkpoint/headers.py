@@ -66,7 +66,7 @@ from fsfunc.checkpoint.stored import (
     StoredFile,
     StoredTensor,
     check_count,
-    validated,
+    validate,
 )
 from fsfunc.runtime.scopes import gc_paused
 
@@ -540,6 +540,8 @@ def read_manifest(folder: Path) -> Stored:
 
 
 def _read_manifest(raw: bytes, folder: Path) -> Stored:
+    # The garbage collector would look again and again at objects of which none is
+    # garbage: a table of many leaves makes millions.
     try:
         with gc_paused():
             return _parse_manifest(raw, folder)
@@ -585,7 +587,7 @@ def _parse_manifest(raw: bytes, folder: Path) -> Stored:
         path: _parse_leaf(path, leaves.table(path), file_names) for path in leaves
     }
     facts = facts_from(body)
-    return validated(Stored(folder, tensors, files=files, version=VERSION, **facts))
+    return validate(Stored(folder, tensors, files=files, version=VERSION, **facts))
 
 
 def _parse_leaf(path: str, row: JsonTable, file_names: list[str]) -> StoredTensor:

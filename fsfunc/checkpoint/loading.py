@@ -1,13 +1,13 @@
 """load: a state read onto whatever mesh there is.
 
-    metadata    the table of the checkpoint, the same on all ranks
-    matched     for each leaf of the target its source: by path, shape and dtype
-    _fill       memory like the target's, and the boxes that make up this rank's parts
-    read        their bytes, compared with checksums (in `reading`)
+    metadata      the table of the checkpoint, the same on all ranks
+    match_leaves  for each leaf of the target its source: by path, shape and dtype
+    _fill         memory like the target's, and the boxes that make up this rank's parts
+    read          their bytes, compared with checksums (in `reading`)
 
 Saved and new layouts need not be alike: each rank intersects the boxes of its parts
-with the boxes that lie in files. All checks come before anything is written, so that a
-load that fails leaves the target as it was.
+with the boxes that lie in files. All that needs no data is checked before any memory is
+written; the data is checked block by block, before it is copied.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def load(
     donate: bool = False,
     device: torch.device | str | None = None,
 ) -> _Tree:
-    """The state saved at ``path``, laid out as ``target`` is.
+    """Loads the state saved at ``path``, laid out as ``target`` is.
 
     Every rank of the mesh calls it. ``target`` may have layouts of any mesh and any
     transforms: each rank reads the boxes that make up its parts.
@@ -138,7 +138,7 @@ def load(
     def match_and_fill() -> _Filled:
         refuse_unusable(target)
         subtree = stored.below(at)
-        sources = matched(
+        sources = match_leaves(
             subtree, target, only=only, rename=rename, cast=cast, strict=strict
         )
         restore = not at and only is None if random is None else random
@@ -176,7 +176,7 @@ def _fill(
     """Returns a tree like ``target`` with the values of ``stored``.
 
     Args:
-        sources: the source of each leaf, from `matched`.
+        sources: the source of each leaf, from `match_leaves`.
     """
     for leaf in tree.leaves(target, is_leaf=is_sharded):
         if isinstance(leaf, Sharded):
@@ -318,7 +318,7 @@ def _reuse_memory(
 # The source of each leaf
 
 
-def matched(
+def match_leaves(
     stored: Stored,
     target: PyTree,
     *,

@@ -3,7 +3,7 @@
 `headers` reads a file's header, the manifest and an index by it. A checkpoint may come
 from anywhere, so its JSON is limited before it is parsed, and each entry is read with
 the type that it must have. Whether the entries make sense together is for
-`stored.validated` to check.
+`stored.validate` to check.
 """
 
 from __future__ import annotations
@@ -86,13 +86,13 @@ class JsonTable(dict[str, Any]):
         return checked_numbers(self.get(name), name)
 
     def text(self, name: str) -> str:
-        return _checked(self.get(name), str, name)
+        return _check_type(self.get(name), str, name)
 
     def array(self, name: str) -> list[Any]:
-        return _checked(self.get(name), list, name)
+        return _check_type(self.get(name), list, name)
 
     def table(self, name: str) -> JsonTable:
-        return JsonTable(_checked(self.get(name), dict, name))
+        return JsonTable(_check_type(self.get(name), dict, name))
 
     def optional_table(self, name: str) -> JsonTable:
         """Returns a table, which is empty where the key is missing."""
@@ -104,7 +104,7 @@ class JsonTable(dict[str, Any]):
         return {key: table.text(key) for key in table}
 
 
-def _checked(value: Any, expected: type[_T], name: str) -> _T:
+def _check_type(value: Any, expected: type[_T], name: str) -> _T:
     """Returns ``value``, which must be of the type ``expected``."""
     if type(value) is not expected:  # a bool is no int here
         raise InvalidTable(
@@ -125,7 +125,7 @@ def checked_number(value: Any, name: str) -> int:
 def checked_numbers(value: Any, name: str) -> tuple[int, ...]:
     """Returns ``value``, which must be a list of integers from 0 on."""
     # Tested in line: a manifest has millions of numbers, and a call for each is slow.
-    for n in _checked(value, list, name):
+    for n in _check_type(value, list, name):
         if type(n) is not int or not 0 <= n <= MAX_INT:
             checked_number(n, name)  # which raises
     return tuple(value)

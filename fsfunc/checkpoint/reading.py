@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from itertools import groupby
 from operator import attrgetter, sub
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -113,6 +114,7 @@ class Request(NamedTuple):
         is_plain = x.is_contiguous() and not (x.is_conj() or x.is_neg())
         is_plain = is_plain and x.device.type == "cpu" and x.nbytes == len(raw)
         if is_plain and x.dtype == self.leaf.dtype:
+            # New memory takes a page fault for each 4 KiB: here one call for all.
             if len(raw) >= _POPULATE_FROM:
                 populate(x)
             copy(bytes_of(x), raw)
@@ -202,23 +204,27 @@ def threads(targets: Iterable[Tensor] = ()) -> ThreadPoolExecutor:
     return ThreadPoolExecutor(THREADS, "read", _begin_thread, (streams,))
 
 
-_LOCAL = threading.local()
+_THREAD_LOCAL = threading.local()
 
 
 def _begin_thread(streams: Sequence[torch.cuda.Stream]) -> None:
     host_copies.enter(streams)
     # An element across an edge is read with the block after it.
-    _LOCAL.slab = memoryview(bytearray(SLAB + BLOCK))
+    _THREAD_LOCAL.slab = memoryview(bytearray(SLAB + BLOCK))
 
 
 class Blocks:
     """A file of a checkpoint, of which every block is proven before it is copied."""
 
+    nbytes: int
+    checksums: tuple[int, ...] | None
+    origin: int
+
     def __init__(self, stored: Stored, name: str, pool: ThreadPoolExecutor):
-        self.path = stored.path / name
+        self.path: Path = stored.path / name
         self.nbytes, self.checksums, self.origin = stored.files[name]
         self.pool = pool
-        self.file = open_regular(self.path, follow=stored.version is None)
+        self.file: int = open_regular(self.path, follow=stored.version is None)
 
     def __enter__(self) -> Blocks:
         return self
@@ -274,7 +280,7 @@ class Blocks:
 
     def _fill(self, slab: Slab) -> None:
         """Reads the blocks of one slab, proves and copies them, on a thread."""
-        first, size, memory = slab.begin, slab.end - slab.begin, _LOCAL.slab
+        first, size, memory = slab.begin, slab.end - slab.begin, _THREAD_LOCAL.slab
         self._read(first, size, memory)
         self._prove(first, memory[:size])
         # A target may be an inference tensor, which is written to in that mode alone.

@@ -66,7 +66,7 @@ def write_parts(
     by_file: dict[int, list[Entry]] = defaultdict(list)
     box_counts: dict[str, int] = defaultdict(int)  # by path, so far
     for path, box, x in parts:
-        read = lambda x=x: _plain(x)  # noqa: E731
+        read = lambda x=x: _to_plain(x)  # noqa: E731
         entry = Entry(path, x.dtype, box.sizes, read, box.offsets)
         by_file[box_counts[path]].append(entry)
         box_counts[path] += 1
@@ -88,7 +88,7 @@ def write_parts(
     return files
 
 
-def _plain(x: Tensor) -> Tensor:
+def _to_plain(x: Tensor) -> Tensor:
     """Returns the elements in order, on the CPU.
 
     A view that is lazily conjugated, negated or transposed has others in its memory.
@@ -166,7 +166,9 @@ class _BlockSums:
 def consolidate(
     path: str | os.PathLike[str], file: str | os.PathLike[str], *, at: str = ""
 ) -> Path:
-    """One safetensors file with every tensor of a checkpoint whole; returns its path.
+    """Writes one safetensors file with every tensor of a checkpoint whole.
+
+    Returns its path.
 
     ``safetensors.torch.load_file`` reads it, under the tensors' paths; so does `load`,
     which finds the other values in its header, and checksums: of every mebibyte and of

@@ -81,7 +81,7 @@ def find_copies(contents: Contents, here: Here | None) -> Copies:
         if leaf.layout.numel and (copy_axes := axes.difference(leaf.layout.axes))
     }
     sums = checksums([contents.tensors[path].part for path in copied])
-    # Of 62 bits, so that `_differing` can negate them.
+    # Of 62 bits, so that `_find_differing` can negate them.
     return Copies(copied, {p: n >> 2 for p, n in zip(copied, sums, strict=True)})
 
 
@@ -123,7 +123,7 @@ def compare_ranks(
             digests[here.mesh.members(axis, rank)[0]] for rank in range(here.mesh.size)
         ]
         if digests != firsts:
-            for leaf_path in _differing(copies.along(axis), axis, here):
+            for leaf_path in _find_differing(copies.along(axis), axis, here):
                 stacks.setdefault(leaf_path, {})[axis] = size
     coordinates, tensors = coordinates_of(here), dict(contents.tensors)
     for leaf_path, sizes in stacks.items():
@@ -131,7 +131,9 @@ def compare_ranks(
     return replace(contents, tensors=tensors), names[0].hex()
 
 
-def _differing(sums: Sequence[tuple[str, int]], axis: str, here: Here) -> list[str]:
+def _find_differing(
+    sums: Sequence[tuple[str, int]], axis: str, here: Here
+) -> list[str]:
     """Returns the leaves whose copies differ along an axis, on whatever ranks.
 
     Values are equal where their maximum is their minimum, ``-pmax(-x)``.
@@ -261,7 +263,8 @@ def _begin(
             destination, contents, find_copies(contents, here), copied_metadata
         )
 
-    # First of all: until all ranks are here, one may still wait for an earlier save.
+    # No folder is made before: until all ranks are here, one may still wait for an
+    # earlier save.
     destination, contents, copies, copied_metadata = everywhere(here, check_alone)
     contents, unique = compare_ranks(contents, copies, here, destination)
     task = SaveTask(destination, unique, here, contents, copied_metadata, keep)

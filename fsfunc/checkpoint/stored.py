@@ -8,7 +8,7 @@ Tensors are in safetensors files, keyed by their paths in the tree, as boxes (`C
 
 Each file has a checksum for every mebibyte, so that any part of it can be read and
 checked without the rest. Numbers, strings and bools of the tree are values. What files
-say of themselves is untrusted: `validated` checks it together, so that all boxes make
+say of themselves is untrusted: `validate` checks it together, so that all boxes make
 up their tensors and fill their files. No other module checks that.
 """
 
@@ -222,7 +222,7 @@ def tiles(
     return (sum(monomials(*box) for box in boxes) - monomials(*whole)) % _PRIME == 0
 
 
-def validated(stored: Stored, data_begins: Mapping[str, int] | None = None) -> Stored:
+def validate(stored: Stored, data_begins: Mapping[str, int] | None = None) -> Stored:
     """Checks that all of a table makes sense together, and returns it.
 
     Args:
@@ -257,7 +257,7 @@ def validated(stored: Stored, data_begins: Mapping[str, int] | None = None) -> S
         if leaf.stacked_axes:
             _check_stack(path, leaf, stored.mesh)
     _check_no_gaps(stored, data_begins)
-    return replace(stored, random=_validated_generators(stored.random))
+    return replace(stored, random=_validate_generators(stored.random))
 
 
 def check_count(count: int) -> None:
@@ -361,7 +361,7 @@ def _check_no_gaps(stored: Stored, data_begins: Mapping[str, int] | None) -> Non
             )
 
 
-def _validated_generators(random: Mapping[str, Any]) -> dict[str, Any]:
+def _validate_generators(random: Mapping[str, Any]) -> dict[str, Any]:
     """Checks the generators' states, base64 by device type, and which each rank had."""
     if not random:
         return {}

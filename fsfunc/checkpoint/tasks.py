@@ -17,7 +17,7 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -68,14 +68,13 @@ class SaveTask:
 
     def __post_init__(self) -> None:
         leaves = self.contents.tensors.values()
-        self.rank, self.size = (
-            (0, 1) if self.here is None else (self.here.rank, self.here.mesh.size)
-        )
-        self.is_first = self.rank == 0
-        self.folder = folders.saving_path(self.path, self.unique_name)
+        self.rank: int = 0 if self.here is None else self.here.rank
+        self.size: int = 1 if self.here is None else self.here.mesh.size
+        self.is_first: bool = self.rank == 0
+        self.folder: Path = folders.saving_path(self.path, self.unique_name)
         # The state is not copied: a donated step that is given it makes a new one while
         # it is locked. What the user writes by hand is found by versions, in `write`.
-        self.release = lock(leaf.part for leaf in leaves)
+        self.release: Callable[[], None] = lock(leaf.part for leaf in leaves)
         self._versions = [version(leaf.part) for leaf in leaves]
 
     # The steps of a save; ranks wait for each other between them

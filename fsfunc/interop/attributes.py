@@ -47,7 +47,7 @@ class Attributes:
     ):
         self._units, self._title = units, title
         #: Whether something in it cannot be put back, so that nobody else may have it.
-        self.is_closed = False
+        self.is_closed: bool = False
         self._modules = [(p, m, dict(vars(m))) for p, m in module.named_modules()]
         # Both by id. What was not copied is shared by all copies, and left alone.
         modules, copies = {id(m) for _, m, _ in self._modules}, {id(x) for x in copied}
@@ -112,7 +112,7 @@ class Attributes:
             return
         in_units = {id(x) for x in self._in_units}
         for path, x, before in self._containers:
-            if id(x) in in_units and not _same(x, before):
+            if id(x) in in_units and not _is_same(x, before):
                 raise RuntimeError(self._outside_message(path))
 
     def restore(self, mutable: bool) -> str | None:
@@ -139,7 +139,7 @@ class Attributes:
     def _undo_changes(self, mutable: bool) -> Iterator[str | None]:
         """Undoes each change; yields why it is refused, or None."""
         for path, x, before in self._containers:
-            if not _same(x, before):
+            if not _is_same(x, before):
                 if path.endswith("_modules"):
                     yield (
                         self._outside_message(path) if self._is_in_unit(path) else None
@@ -150,8 +150,8 @@ class Attributes:
                 x.clear()
                 x.extend(before) if isinstance(x, list | deque) else x.update(before)
         for module_path, m, saved in self._modules:
-            params, now = _torch.tensor_tables(m)[0], vars(m)
-            for name, x in now.items():
+            params, current = _torch.tensor_tables(m)[0], vars(m)
+            for name, x in current.items():
                 old = saved.get(name)
                 if name in _MODULE_ATTRIBUTES or x is old or _is_of_tensors(old):
                     continue
@@ -162,8 +162,8 @@ class Attributes:
                     continue  # weights that hooks compute are set anew in every call
                 elif not (mutable or _is_setting(x)):
                     yield self._lost_message(path)
-            now.clear()
-            now.update(saved)
+            current.clear()
+            current.update(saved)
 
     def _is_in_unit(self, path: str) -> bool:
         return any(path.startswith(f"{unit}.") for unit in self._units)
@@ -241,7 +241,7 @@ def _is_plain(x: Any) -> bool:
     )
 
 
-def _same(x: Any, before: Any) -> bool:
+def _is_same(x: Any, before: Any) -> bool:
     """Returns whether a container has the same objects, of a dict in the same order."""
     if isinstance(x, dict):
         return list(x) == list(before) and all(map(is_, x.values(), before.values()))

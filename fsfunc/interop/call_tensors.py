@@ -85,8 +85,8 @@ class Tables:
             table = ParameterTable(self, parameters, stats_name)
             _torch.set_tensor_tables(m, table, BufferTable(self, buffers))
         # A buffer may be one of several modules.
-        self.silently_written = frozenset(silently_written)
-        self.never_written = frozenset(never_written - silently_written)
+        self.silently_written: frozenset[str] = frozenset(silently_written)
+        self.never_written: frozenset[str] = frozenset(never_written - silently_written)
 
     @property
     def current_call(self) -> CallTensors:
@@ -124,6 +124,12 @@ class CallTensors:
         mutable: whether the call may write them.
     """
 
+    tables: Tables
+    part: PartFacts
+    params: Mapping[str, Leaf]
+    buffers: Mapping[str, Tensor]
+    mutable: bool
+
     def __init__(
         self,
         tables: Tables,
@@ -133,10 +139,10 @@ class CallTensors:
     ):
         self.tables, self.part = tables, tables.part
         self.params, self.buffers, self.mutable = params, buffers, mutable
-        self.node = _torch.current_node()
+        self.node: Any = _torch.current_node()  # torch's own class of nodes
         plan = self.part.plan
         column = None if self.part.fetch else plan.columns.get(self.part.name)
-        self.flow = SplitFlow(params, column, plan.meets_split)
+        self.flow: SplitFlow = SplitFlow(params, column, plan.meets_split)
         self._is_first_call = not self.part.is_checked
         self._leaves: dict[str, Leaf] = {}
         self._fetched: dict[tuple[str, bool], Leaf] = {}  # by name, and grad mode
@@ -300,7 +306,7 @@ def _ask_values(ask: Callable[[_T], _Answer], arg: _T) -> _Answer:
 _REAL = torch.empty(0)  # of no mode's kind
 
 
-def _equal(x: Tensor, before: Tensor) -> bool:
+def _is_equal(x: Tensor, before: Tensor) -> bool:
     """Returns whether two tensors have the same values; NaN equals NaN."""
     with _torch.beneath_functorch(), torch.no_grad():
         x, before = _torch.unwrapped(x), _torch.unwrapped(before)
@@ -321,7 +327,7 @@ def _find_unlike(pairs: Mapping[_Key, tuple[Tensor, Tensor]]) -> set[_Key]:
     unlike: set[_Key] = set()
     for key, (x, before) in pairs.items():
         if x.shape != before.shape or x.device != before.device or _is_on_host(x):
-            unlike |= set() if _equal(x, before) else {key}
+            unlike |= set() if _is_equal(x, before) else {key}
             continue
         with _torch.beneath_functorch(), torch.no_grad():
             x, before = _torch.unwrapped(x), _torch.unwrapped(before)

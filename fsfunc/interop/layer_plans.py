@@ -32,6 +32,12 @@ class LayerPlan:
         meets_split: the whole parameters that are combined with split values.
     """
 
+    words: Mapping[str, str]
+    layouts: Mapping[str, Split]
+    around: Sequence[str]
+    columns: Mapping[str, str]
+    meets_split: frozenset[str]
+
     def __init__(
         self,
         words: Mapping[str, str],

@@ -189,14 +189,13 @@ def check_closures(module: nn.Module) -> None:
         ]:
             captured = next(_captured_names(x, names, set(), 8, within=False), None)
             if captured is not None:
-                where = f"{name}.{attribute}" if name else attribute
+                attribute_path = f"{name}.{attribute}" if name else attribute
                 raise TypeError(
-                    f"{where} is a function that holds {captured!r} by closure, "
-                    "default or global name: what is run is a copy of the module, and "
-                    "this would compute with the original. Make it a method of the "
-                    "module's class "
-                    "(or types.MethodType(function, module)), and take the module of a "
-                    "hook from its first argument"
+                    f"{attribute_path} is a function that holds {captured!r} by "
+                    "closure, default or global name: what is run is a copy of the "
+                    "module, and this would compute with the original. Make it a "
+                    "method of the module's class (or types.MethodType(function, "
+                    "module)), and take the module of a hook from its first argument"
                 )
 
 

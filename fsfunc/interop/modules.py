@@ -33,7 +33,7 @@ def from_module(
     plan: Mapping[str, str | tuple[str, str]] | str | None = None,
     axis: str | None = None,
 ) -> tuple[Callable[..., Any], dict[str, Tensor], dict[str, Tensor]]:
-    """``(apply, params, buffers)``: a module as a function of its tensors.
+    """Returns ``(apply, params, buffers)``: a module as a function of its tensors.
 
     ``apply(params, buffers, *args, **keywords)`` returns the module's output. The
     module is neither kept nor changed; ``apply`` may run many times at once. Hooks run,
@@ -195,7 +195,7 @@ def to_module(
     params: Mapping[str, Tensor],
     buffers: Mapping[str, Tensor] | None = None,
 ) -> nn.Module:
-    """A new module like ``module`` that holds these tensors; ties are kept.
+    """Returns a new module like ``module`` with these tensors; ties stay.
 
     The inverse of :func:`from_module`: state-dict names are those of ``module``.
 

@@ -98,6 +98,8 @@ def select_units(module: nn.Module, units: Units) -> list[str]:
     for selector in _each(units):
         names = _matching(module, selector)
         modules = {name: module.get_submodule(name) for name in names}
+        # A unit replaces a forward, so what has none, such as a ModuleList, is passed
+        # over.
         callable_names = [
             first_names[id(m)] for m in modules.values() if has_forward(m)
         ]
@@ -171,9 +173,14 @@ def _no_match_message(
     classes = {
         name: type(m).__name__ for name, m in module.named_modules() if has_forward(m)
     }
-    near = nearest(shown, [*sorted({*classes.values()}), *filter(None, classes)])
+    nearest_names = nearest(
+        shown, [*sorted({*classes.values()}), *filter(None, classes)]
+    )
     count = sum(p.numel() for p in module.parameters())
-    return f"units: {shown} matches nothing; there are {near}, of {count} parameters"
+    return (
+        f"units: {shown} matches nothing; there are {nearest_names}, of {count} "
+        "parameters"
+    )
 
 
 # Modules that draw random numbers.

@@ -145,8 +145,8 @@ def _fill(m: nn.Module, is_whole: bool, names: dict[int, _Param]) -> None:
     for table in (params, buffers, vars(m)):
         for key, x in table.items():
             if isinstance(x, AbsentTensor) and x.dtype is not None:
-                grad = table is params and differentiable(x)
-                table[key] = _meta(cast(torch.Size, x.shape), x.dtype, grad)
+                requires_grad = table is params and differentiable(x)
+                table[key] = _meta(cast(torch.Size, x.shape), x.dtype, requires_grad)
                 if table is params:
                     names[id(table[key])] = _Param(x.name, is_whole)
             elif isinstance(x, Tensor):
@@ -311,7 +311,11 @@ class _SplitDim(TorchFunctionMode):
         # Of a function that is not known any dim may be mixed.
         elif not (name in _MOVES or name in _RESHAPES or _is_pointwise(name)):
             dims = range(x.ndim)
-        counts = name not in _MOVES and name not in _RESHAPES and _counts(args, kwargs)
+        counts = (
+            name not in _MOVES
+            and name not in _RESHAPES
+            and _has_feature_count(args, kwargs)
+        )
         if _split_dim(x) in dims or counts:
             self._refuse(shown, x)
 
@@ -367,7 +371,7 @@ def _is_pointwise(name: str) -> bool:
     return name in _POINTWISE
 
 
-def _counts(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+def _has_feature_count(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Returns whether an argument is a number of split features.
 
     Or its inverse, its square root, or the inverse of that: as in a mean, or a scale of

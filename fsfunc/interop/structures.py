@@ -107,6 +107,11 @@ class Structure:
         plan: which of its layers are split.
     """
 
+    template: nn.Module
+    plan: LayerPlan
+    frozen: frozenset[str]
+    overlapping: frozenset[str]
+
     def __init__(
         self,
         module: nn.Module,
@@ -122,8 +127,8 @@ class Structure:
         self._first_names = {name: first[id(m)] for name, m in every}
         self.frozen, self.overlapping = frozenset(tensors.frozen), tensors.overlapping
         self._fetch_units: dict[str, Callable[..., Any]] = {}
-        self.parts = {name: _Part(self, name, None) for name in units}
-        self.whole = self.parts.get("") or _Part(self, "", self._fetch)
+        self.parts: dict[str, _Part] = {n: _Part(self, n, None) for n in units}
+        self.whole: _Part = self.parts.get("") or _Part(self, "", self._fetch)
 
     def call(
         self,
@@ -219,6 +224,8 @@ class ModuleCopy:
         fills_caches: whether it may fill a cache.
     """
 
+    module: nn.Module
+
     def __init__(
         self,
         template: nn.Module,
@@ -229,12 +236,14 @@ class ModuleCopy:
         self.module, copied = _copy_part(template, part, fills_caches)
         self.fills_caches = fills_caches
         #: Where its modules look up their tensors: they ask the call that has the copy.
-        self.tables = Tables(part, self.module)
+        self.tables: Tables = Tables(part, self.module)
         for name, call in stubs.items():
             make_stub(self.module.get_submodule(name), call, self)
-        self.attributes = Attributes(self.module, copied, stubs.keys(), part.title)
+        self.attributes: Attributes = Attributes(
+            self.module, copied, stubs.keys(), part.title
+        )
         units = map(self.module.get_submodule, stubs)
-        self.late_hooks = {id(m): LateHooks(m) for m in units}
+        self.late_hooks: dict[int, LateHooks] = {id(m): LateHooks(m) for m in units}
 
 
 class _Part:
@@ -243,6 +252,12 @@ class _Part:
     Args:
         fetch: reads a parameter that is outside every unit; None for a unit.
     """
+
+    structure: Structure
+    name: str
+    template: nn.Module
+    params: tuple[str, ...]
+    buffers: tuple[str, ...]
 
     def __init__(
         self,
@@ -254,7 +269,9 @@ class _Part:
         self.template = m = structure.template.get_submodule(name)
         title = "the module" if fetch else f"unit {name or type(m).__name__!r}"
         frozen, overlapping = structure.frozen, structure.overlapping
-        self.facts = PartFacts(name, title, frozen, overlapping, fetch, structure.plan)
+        self.facts: PartFacts = PartFacts(
+            name, title, frozen, overlapping, fetch, structure.plan
+        )
         # Copies that no call has, by whether they may fill caches.
         self.free_copies: dict[bool, list[ModuleCopy]] = {False: [], True: []}
         # Placeholders, which bear the names that these tensors have in the whole.
@@ -451,7 +468,7 @@ def _fill_with_meta_tensors(module: nn.Module) -> dict[str, str]:
     Returns, by a tensor's name in the module, its name in the whole. A tied tensor has
     one name.
     """
-    made: dict[str, Tensor] = {}  # by the name in the whole
+    meta_tensors: dict[str, Tensor] = {}  # by the name in the whole
     names: dict[str, str] = {}
     for path, m in module.named_modules():
         parameters, buffers = _torch.tensor_tables(m)
@@ -459,12 +476,12 @@ def _fill_with_meta_tensors(module: nn.Module) -> dict[str, str]:
             for name, x in table.items():
                 if not isinstance(x, AbsentTensor):
                     continue
-                if x.name not in made:
+                if x.name not in meta_tensors:
                     shape = cast(torch.Size, x.shape)
                     empty = torch.empty(shape, dtype=x.dtype, device="meta")
                     if table is parameters:
                         empty = nn.Parameter(empty, requires_grad=False)
-                    made[x.name] = empty
+                    meta_tensors[x.name] = empty
                     names[f"{path}.{name}" if path else name] = x.name
-                table[name] = made[x.name]
+                table[name] = meta_tensors[x.name]
     return names

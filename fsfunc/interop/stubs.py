@@ -33,6 +33,9 @@ class AbsentTensor:
     """A placeholder of a tensor; any use raises."""
 
     __slots__ = ("name", "shape", "dtype", "__weakref__")
+    name: str
+    shape: tuple[int, ...] | None
+    dtype: torch.dtype | None
 
     def __init__(
         self,

@@ -1,4 +1,9 @@
-"""Charts as SVG files, which need no other library; one points at bars to read them."""
+"""Charts as SVG files, which need no other library.
+
+`Drawing` collects elements from top to bottom. `lanes_svg` draws rows of bars over
+time, `areas_svg` stacked areas such as memory. A browser shows the text of a bar that
+one points at.
+"""
 
 from __future__ import annotations
 
@@ -11,9 +16,9 @@ from fsfunc.printing.tables import of_bytes, visible
 from fsfunc.show.charts import FAINT, INK, Bar, Row, Tick, ticks
 
 LETTER, LINE = 6.8, 17  # pixels of a letter, and from line to line
-ROW, BAR = 27, 22  # from row to row, and of a bar
-NARROWEST, WIDEST = 900, 1440
-WIDTH = 1060  # of areas, with what stands beside them
+ROW, BAR = 27, 22  # pixels from row to row, and of a bar
+NARROWEST, WIDEST = 900, 1440  # pixels of a chart of lanes
+WIDTH = 1060  # pixels of areas, with what stands beside them
 _STYLE = (
     "text{font:11px system-ui,'DejaVu Sans',sans-serif;dominant-baseline:central}"
     ".m{text-anchor:middle}.e{text-anchor:end}"
@@ -22,7 +27,17 @@ _STYLE = (
 
 
 class Drawing:
-    """An SVG as it grows: elements, one a line, and the height that they take."""
+    """An SVG as it grows: elements, one a line, and the height that they take.
+
+    Args:
+        title: is wrapped to the width.
+        beside: pixels at the right that are left free of title and legend.
+    """
+
+    width: float
+    beside: float
+    parts: list[str]
+    below: float  # the height so far
 
     def __init__(self, width: float, title: str, beside: float = 0.0):
         self.width, self.beside, self.parts, self.below = (
@@ -31,51 +46,53 @@ class Drawing:
             list[str](),
             12.0,
         )
-        self.colors: dict[str, str] = {}  # -> class
+        self.colors: dict[str, str] = {}  # by colour, a class of the style sheet
         letters = int((width - beside - 20) / LETTER)
         for line in title.splitlines():
             for part in textwrap.wrap(line, letters):
                 self.text(8, self.below, part)
                 self.below += LINE
 
-    def text(self, x: float, y: float, words: str, how: str = "") -> None:
-        style = f' class="{how}"' if how else ""
-        self.parts.append(f'<text x="{x:.6g}" y="{y:.6g}"{style}>{_said(words)}</text>')
+    def text(self, x: float, y: float, words: str, classes: str = "") -> None:
+        style = f' class="{classes}"' if classes else ""
+        self.parts.append(
+            f'<text x="{x:.6g}" y="{y:.6g}"{style}>{_escape(words)}</text>'
+        )
 
     def box(
         self, x: float, y: float, size: tuple[float, float], color: str, words: str = ""
     ) -> None:
-        """A filled rectangle, and what is said of it where one points at it."""
+        """Adds a filled rectangle, with words for where one points at it."""
         width, height = size
         name = self.colors.setdefault(color, f"c{len(self.colors)}")
-        at = f'x="{x:.6g}" y="{y:.6g}" width="{width:.4g}" height="{height:.4g}"'
-        end = f"><title>{_said(words)}</title></rect>" if words else "/>"
-        self.parts.append(f'<rect class="{name}" {at}{end}')
+        shape = f'x="{x:.6g}" y="{y:.6g}" width="{width:.4g}" height="{height:.4g}"'
+        end = f"><title>{_escape(words)}</title></rect>" if words else "/>"
+        self.parts.append(f'<rect class="{name}" {shape}{end}')
 
     def line(self, x: float, y: float, dx: float, dy: float) -> None:
         self.parts.append(f'<path class="l" d="M{x:.6g} {y:.6g}l{dx:.6g} {dy:.6g}"/>')
 
-    def times(self, marks: Iterable[Tick], place: Callable[[float], float]) -> None:
-        """The axis of time, under what has been drawn."""
+    def axis(self, marks: Iterable[Tick], x_of: Callable[[float], float]) -> None:
+        """Adds an axis under what has been drawn."""
         for mark in marks:
-            self.line(place(mark.value), self.below, 0, 4)
-            self.text(place(mark.value), self.below + 12, mark.text, "m f")
+            self.line(x_of(mark.value), self.below, 0, 4)
+            self.text(x_of(mark.value), self.below + 12, mark.text, "m f")
         self.below += 32
 
-    def legend(self, marks: Mapping[str, str]) -> None:
-        """Colours and what they mean, in as many lines as they take."""
+    def legend(self, colors: Mapping[str, str]) -> None:
+        """Adds colours and what they mean, in as many lines as they take."""
         x = 8.0
-        for title, color in marks.items():
-            long = LETTER * len(title) + 34
-            if x > 8 and x + long > self.width - self.beside:
+        for title, color in colors.items():
+            length = LETTER * len(title) + 34
+            if x > 8 and x + length > self.width - self.beside:
                 x, self.below = 8.0, self.below + LINE
             self.box(x, self.below - 5, (11, 11), color)
             self.text(x + 16, self.below + 1, title)
-            x += long
+            x += length
         self.below += LINE
 
-    def written(self) -> str:
-        """The file."""
+    def to_text(self) -> str:
+        """Returns the file's text."""
         fills = "".join(f".{name}{{fill:{c}}}" for c, name in self.colors.items())
         lines = f".l{{stroke:{FAINT};stroke-width:.6;fill:none}}"
         size = f'width="{self.width:.0f}" height="{self.below:.0f}"'
@@ -91,10 +108,10 @@ def lanes_svg(
     rows: Sequence[Row],
     start: float,
     end: float,
-    marks: Mapping[str, str],
+    legend_colors: Mapping[str, str],
     times: Sequence[Tick],
 ) -> str:
-    """Rows of bars over time as SVG, the first row on top; see ``lane_figure``."""
+    """Draws rows of bars over time, the first row on top; see ``lane_figure``."""
     longest = max(
         sum(len(bar.labels[0]) + 1 for bar in row.bars if bar.labels) for row in rows
     )
@@ -105,23 +122,23 @@ def lanes_svg(
     drawing = Drawing(width, title)
     drawing.below += 4
 
-    def place(time: float) -> float:
+    def x_of(time: float) -> float:
         return left + (time - start) * scale
 
     for row in rows:
         middle = drawing.below + BAR / 2
         drawing.text(left - 8, middle, row.name, "e")
         for bar in row.bars:
-            _bar(drawing, bar, place(bar.start), place(bar.end))
+            _draw_bar(drawing, bar, x_of(bar.start), x_of(bar.end))
         if row.note:
-            drawing.text(place(end) + 8, middle, row.note)
+            drawing.text(x_of(end) + 8, middle, row.note)
         drawing.below += ROW
-    drawing.times(times, place)
-    drawing.legend(marks)
-    return drawing.written()
+    drawing.axis(times, x_of)
+    drawing.legend(legend_colors)
+    return drawing.to_text()
 
 
-def _bar(drawing: Drawing, bar: Bar, left: float, right: float) -> None:
+def _draw_bar(drawing: Drawing, bar: Bar, left: float, right: float) -> None:
     gap = 0.7 if right - left > 4 else 0.0  # white between neighbours
     size = max(right - left - gap, 0.8), BAR
     drawing.box(left, drawing.below, size, bar.color, bar.words)
@@ -134,15 +151,18 @@ def _bar(drawing: Drawing, bar: Bar, left: float, right: float) -> None:
 
 @dataclass(frozen=True)
 class StackedAreas:
-    """Areas over an axis, one on the other, and what the peak holds.
+    """Areas over an axis, one on the other, and what there is at the peak.
 
     Args:
         areas: (colour, path in a box of 1000 by 1000) of each.
         top: bytes at the upper edge.
-        axis: its marks; ``length``: of it.
-        turns: (colour, first, last) of stretches along it; ``peak``: a place on it.
-        marks: the colours of what there is, by its name.
-        beside: a title; ``parts``: (colour, words) of each part of the peak.
+        axis: the marks of the axis.
+        length: of the axis, in its own unit.
+        phases: (colour, first, last) of stretches along the axis.
+        peak: a position on the axis.
+        legend_colors: colours by what they mean.
+        parts_title: the title of the list beside the areas.
+        parts: (colour, words) of each part of the peak.
     """
 
     title: str
@@ -150,55 +170,57 @@ class StackedAreas:
     top: float
     axis: Sequence[Tick]
     length: float
-    turns: Iterable[tuple[str, float, float]]
+    phases: Iterable[tuple[str, float, float]]
     peak: float
-    marks: Mapping[str, str]
-    beside: str
+    legend_colors: Mapping[str, str]
+    parts_title: str
     parts: Sequence[tuple[str, str]]
 
 
 def areas_svg(chart: StackedAreas) -> str:
-    """Stacked areas as SVG, and beside them what the peak holds."""
+    """Draws stacked areas, and beside them a list of what there is at the peak."""
     top, length = chart.top, chart.length or 1.0
     beside = LETTER * max(len(words) for _, words in chart.parts) + 40
     drawing = Drawing(WIDTH, chart.title, beside)
-    left, high = 66.0, 240.0
-    wide = WIDTH - beside - left - 20
+    left, height = 66.0, 240.0
+    width = WIDTH - beside - left - 20
     upper = drawing.below + 6
-    lower = upper + high
+    lower = upper + height
     for mark in ticks(top, of_bytes, (6,)):
-        y = lower - high * mark.value / top
+        y = lower - height * mark.value / top
         drawing.text(left - 8, y, mark.text, "e f")
-        drawing.line(left, y, wide, 0)
-    move = f"translate({left} {upper:.6g}) scale({wide / 1000:.5g} {high / 1000:.5g})"
-    drawing.parts.append(f'<g transform="{move}">')
+        drawing.line(left, y, width, 0)
+    scale = f"{width / 1000:.5g} {height / 1000:.5g}"
+    transform = f"translate({left} {upper:.6g}) scale({scale})"
+    drawing.parts.append(f'<g transform="{transform}">')
     drawing.parts += [
         f'<path fill="{color}" d="{path}"/>' for color, path in chart.areas
     ]
     drawing.parts.append("</g>")
 
-    def place(at: float) -> float:
-        return left + wide * at / length
+    def x_of(position: float) -> float:
+        return left + width * position / length
 
+    # A triangle that points down at the peak.
     drawing.parts.append(
-        f'<path d="M{place(chart.peak):.6g} {upper}l-4 -7h8z" fill="{INK}"/>'
+        f'<path d="M{x_of(chart.peak):.6g} {upper}l-4 -7h8z" fill="{INK}"/>'
     )
-    for color, first, last in chart.turns:
-        size = max(place(last) - place(first), 0.5), 7
-        drawing.box(place(first), lower, size, color)
+    for color, first, last in chart.phases:
+        size = max(x_of(last) - x_of(first), 0.5), 7
+        drawing.box(x_of(first), lower, size, color)
     drawing.below = lower + 8
-    drawing.times(chart.axis, place)
-    drawing.legend(chart.marks)
+    drawing.axis(chart.axis, x_of)
+    drawing.legend(chart.legend_colors)
     y = upper
     x = WIDTH - beside + 8
-    drawing.text(x, y, chart.beside)
+    drawing.text(x, y, chart.parts_title)
     for color, words in chart.parts:
         y += LINE
         if color:
             drawing.box(x, y - 5, (11, 11), color)
         drawing.text(x + 16, y, words)
-    return drawing.written()
+    return drawing.to_text()
 
 
-def _said(words: str) -> str:
+def _escape(words: str) -> str:
     return escape(visible(words), quote=False)

@@ -1,7 +1,8 @@
-"""The model of charts: what is drawn from where to where, its look and its label.
+"""The model of charts: bars, what they look like and what is written into them.
 
-``lanes.py`` shows it as text, ``figures.py`` as a picture of matplotlib's, and
-``pages.py`` as HTML.
+A chart is rows of bars (`Row`, `Bar`) over an axis with marks (`Tick`). ``lanes.py``
+shows it as text, ``figures.py`` as a picture of matplotlib's, ``chart_svg.py`` as SVG
+and ``pages.py`` as HTML. All of them take the look of a kind (`Look`) from here.
 """
 
 from __future__ import annotations
@@ -18,19 +19,20 @@ from fsfunc.planning.simulation import COMPUTE, Span
 
 @dataclass(frozen=True, eq=False)
 class Look:
-    """The look of one kind: in words, in print, in a picture and in a trace.
+    """The look of one kind of thing: in words, in print, in a picture and in a trace.
 
-    There is one of each: they are compared, and found in dicts, as objects.
+    There is one object for each kind: they are compared, and found in dicts, by
+    identity.
     """
 
     title: str
-    sign: str  # in text: what the action's name begins with, what a gap is filled with
+    sign: str  # a letter in text: the first one of an action's name, or a gap's filling
     color: str  # "#rrggbb"
     reserved: str = ""  # the nearest of the names that trace viewers have colours for
 
     @property
     def style(self) -> str:
-        """As rich writes its sign."""
+        """The style in which rich writes its sign."""
         return "bright_black" if self.sign in "░▒·" else f"#000000 on {self.color}"
 
 
@@ -44,7 +46,7 @@ def _look(kind: ActionKind) -> Look:
 
 
 def by_sign(letters: str) -> Look:
-    """The look of a kind of action in a pipeline's schedule: "F"."""
+    """Returns the look of a kind of action in a pipeline's schedule, such as "F"."""
     return _look(KINDS[letters])
 
 
@@ -52,13 +54,13 @@ _RECOMPUTE = Look("recompute", "R", "#c94f5d", "bad")
 
 
 def computing() -> dict[str, Look]:
-    """The looks of what computes, by title: phases of a step, and kinds of actions."""
-    first, *rest = (_look(kind) for kind in KINDS.values() if not kind.transfer)
-    return _by_title(first, _RECOMPUTE, *rest)
+    """Returns the looks of computation, by title: a step's phases, actions' kinds."""
+    forward, *others = (_look(kind) for kind in KINDS.values() if not kind.transfer)
+    return _by_title(forward, _RECOMPUTE, *others)
 
 
-# A rank that waits between two of its actions is not one that has not begun: zero
-# bubble schedules end the first and keep the second.
+# A wait between two actions of a rank looks other than the time before its first one:
+# zero bubble schedules have none of the former, and still the latter.
 WAITS = Look("waits for another rank", "░", "#c9cdd6")
 STALL = Look("waits for a transfer", "▒", "#f0bcc3")
 OUTSIDE = Look("not begun, or done", "·", "#f1f3f6")
@@ -89,24 +91,29 @@ _MESSAGES = {"send", "receive"}
 
 
 def look_of(span: Span) -> Look:
-    """The look of a span: by its phase where it computes, else by what is sent."""
+    """Returns the look of a span: by its phase if it computes, else by what is sent."""
     if span.stream == COMPUTE:
         return GAPS.get(span.phase) or computing().get(span.phase, OTHER)
     return SENDING.get("message" if span.name in _MESSAGES else span.name, OTHER)
 
 
 def palette() -> list[Look]:
-    """All looks of spans, in the order of a legend."""
+    """Returns all looks of spans, in the order of a legend."""
     return [*computing().values(), *GAPS.values(), *SENDING.values(), OTHER]
 
 
 def legend(looks: Sequence[Look], width: int | None) -> Iterator[list[tuple[str, str]]]:
-    """Yield what signs mean, line by line: letters, and rich's style for them."""
+    """Yields the legend line by line, as (letters, rich's style for them).
+
+    Args:
+        width: columns of a line at most; None for one line.
+    """
     line: list[tuple[str, str]] = []
     for look in looks:
         entry = [(f" {look.sign} ", look.style), (f" {look.title}  ", "")]
-        long = sum(len(letters) for letters, _ in [*line, *entry]) - 2
-        if line and width is not None and long > width:
+        # Without the two blanks at the end.
+        length = sum(len(letters) for letters, _ in [*line, *entry]) - 2
+        if line and width is not None and length > width:
             yield line
             line = []
         line += entry
@@ -115,7 +122,7 @@ def legend(looks: Sequence[Look], width: int | None) -> Iterator[list[tuple[str,
 
 
 def lighter(color: str, chunk: int, chunks: int) -> str:
-    """The colour of a rank's ``chunk``-th stage of ``chunks``: later is lighter.
+    """Returns the colour of a rank's stage ``chunk`` of ``chunks``: later is lighter.
 
     >>> lighter("#4c7cb8", 0, 2), lighter("#4c7cb8", 1, 2)
     ('#4c7cb8', '#a2bbda')
@@ -125,16 +132,16 @@ def lighter(color: str, chunk: int, chunks: int) -> str:
     return "#" + "".join(f"{round(p + amount * (255 - p)):02x}" for p in parts)
 
 
-INK, FAINT = "#22262e", "#737a87"
+INK, FAINT = "#22262e", "#737a87"  # of text, and of axes
 
 
 class Bar(NamedTuple):
-    """A bar from ``start`` to ``end``; a line where that takes no time.
+    """A bar from ``start`` to ``end``; a line if that takes no time.
 
     Args:
-        labels: what is written into it, of which the first that has room.
-        words: all that is said of it where one points at it.
-        shade: its colour, where that is not the look's.
+        labels: texts for it: the first one that has room is written into it.
+        words: the text that is shown where one points at it.
+        shade: its colour, if that is not the look's.
     """
 
     start: float
@@ -167,7 +174,7 @@ class Row(NamedTuple):
 
 
 def is_dark(color: str) -> bool:
-    """True for a colour on which white is easier to read than black.
+    """Returns whether white is easier to read than black on a colour.
 
     >>> is_dark("#4c7cb8"), is_dark("#edb83d")
     (True, False)
@@ -177,7 +184,7 @@ def is_dark(color: str) -> bool:
 
 
 class Tick(NamedTuple):
-    """A mark of an axis; those of a ``level`` above 0 are there where it is wide."""
+    """A mark of an axis; one of a ``level`` above 0 is shown if the axis is wide."""
 
     value: float
     text: str
@@ -186,34 +193,36 @@ class Tick(NamedTuple):
 
 def ticks(
     end: float,
-    say: Callable[[float], str],
-    most: Sequence[int] = (5,),
+    format_value: Callable[[float], str],
+    limits: Sequence[int] = (5,),
     start: float = 0,
 ) -> list[Tick]:
-    """Marks from ``start`` to ``end`` at round values.
+    """Returns marks from ``start`` to ``end`` at round values.
 
     Args:
-        most: how many there may be of the first level, of the first two, and so on;
+        limits: how many there may be of the first level, of the first two, and so on;
             each level's are among the next one's.
 
     >>> [tick.text for tick in ticks(2.5, lambda value: f"{value:.2f} s")]
     ['0 s', '0.5 s', '1 s', '1.5 s', '2 s', '2.5 s']
     """
     steps: list[float] = []
-    for count in most:
-        least = (end - start) / count
+    for limit in limits:
+        least = (end - start) / limit
         power = 10.0 ** math.floor(math.log10(least))
-        round_ones = [m * power for m in (1, 2, 5, 10) if m * power >= least * 0.999]
-        parts = [steps[-1] / s for s in round_ones] if steps else [1.0]
-        fits = [s for s, n in zip(round_ones, parts, strict=False) if _is_whole(n)]
-        steps += fits[:1] if steps else round_ones[:1]
-    found = []
+        round_steps = [m * power for m in (1, 2, 5, 10) if m * power >= least * 0.999]
+        # A finer step must divide the coarser one: 2 is no step below 5.
+        ratios = [steps[-1] / s for s in round_steps] if steps else [1.0]
+        fits = [s for s, n in zip(round_steps, ratios, strict=False) if _is_whole(n)]
+        steps += fits[:1] if steps else round_steps[:1]
+    marks: list[Tick] = []
     finest = steps[-1]
+    # Values are multiples of the step, not sums: these would gather rounding.
     for i in range(math.ceil(start / finest - 1e-6), int(end / finest + 1e-6) + 1):
         value = i * finest
         level = next(n for n, step in enumerate(steps) if _is_whole(value / step))
-        found.append(Tick(value, _without_zeros(say(value)), level))
-    return found
+        marks.append(Tick(value, _without_zeros(format_value(value)), level))
+    return marks
 
 
 def _is_whole(value: float) -> bool:
@@ -221,42 +230,47 @@ def _is_whole(value: float) -> bool:
 
 
 def _without_zeros(text: str) -> str:
-    """``1.50 s`` as ``1.5 s``."""
+    """Returns ``1.5 s`` of ``1.50 s``."""
     number, blank, unit = text.partition(" ")
     number = number.rstrip("0").rstrip(".") if "." in number else number
     return f"{number}{blank}{unit}"
 
 
 def outline(
-    below: Sequence[int], above: Sequence[int], top: float, wide: float = 1.0
+    below: Sequence[int],
+    above: Sequence[int],
+    top: float,
+    column_width: float = 1.0,
 ) -> str:
-    """The path around an area of columns, 1000 high; equal neighbours are one step.
+    """Returns the SVG path around an area of columns, 1000 high.
 
     Args:
-        top: what is at its upper edge; ``wide``: of a column.
+        below, above: the sizes at the lower and the upper edge of each column.
+        top: the size at the upper edge of the chart.
     """
 
-    def steps(sizes: Sequence[int], places: Iterable[int]) -> Iterator[str]:
+    def steps(sizes: Sequence[int], columns: Iterable[int]) -> Iterator[str]:
         before: int | None = None
-        for place in places:
-            level = round(1000 - 1000 * sizes[place] / top)
+        for column in columns:
+            level = round(1000 - 1000 * sizes[column] / top)
             if level != before:
                 yield f"V{level}"
-            yield f"H{(place + (sizes is above)) * wide:.6g}"
+            yield f"H{(column + (sizes is above)) * column_width:.6g}"
             before = level
 
-    ways = (
+    # To the right along the upper edge, and back along the lower one.
+    edges = (
         steps(above, range(len(above))),
         steps(below, reversed(range(len(below)))),
     )
-    return f"M0 1000{''.join(_joined(step for way in ways for step in way))}Z"
+    return f"M0 1000{''.join(_merge_steps(step for edge in edges for step in edge))}Z"
 
 
-def _joined(steps: Iterable[str]) -> Iterator[str]:
-    """Yield the steps of a path; of those along one line, the last."""
-    held = ""
+def _merge_steps(steps: Iterable[str]) -> Iterator[str]:
+    """Yields the steps of a path, of horizontal ones in a row only the last."""
+    pending = ""
     for step in steps:
-        if held and (step[0] != "H" or held[0] != "H"):
-            yield held
-        held = step
-    yield held
+        if pending and (step[0] != "H" or pending[0] != "H"):
+            yield pending
+        pending = step
+    yield pending

@@ -1,4 +1,8 @@
-"""``estimate``: how long a planned step takes, on what, and whether it fits."""
+"""Tables of estimates: how long a planned step takes, on what, and whether it fits.
+
+The commands of ``fsfunc plan`` print these: `estimate` of one plan, `comparison` of
+several, `description` of a hardware.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +28,7 @@ from fsfunc.show.plans import check_plan
 def estimate(
     estimate: Estimate, plan: Plan | None = None, hardware: Hardware | None = None
 ) -> Report:
-    """The tables of an estimate: its rates, where the time goes, and what is too much.
+    """Returns the tables of an estimate: rates, where time goes, what is too much.
 
     Args:
         estimate: of ``ff.estimate``.
@@ -52,42 +56,42 @@ def estimate(
             f"this shows an estimate, and got {type(estimate).__name__}: make one by "
             "ff.estimate(plan, hardware)"
         )
-    whole = estimate.seconds
+    seconds = estimate.seconds
     parts = (
         ("computing", estimate.compute),
         ("waiting for collectives", estimate.exposed),
         ("waiting for other programs", estimate.bubble),
     )
-    rows = [(name, of_seconds(t), of_share(t, whole)) for name, t in parts]
-    shown: list[Table | str] = [
-        rates(estimate),
+    rows = [(name, of_seconds(t), of_share(t, seconds)) for name, t in parts]
+    report: list[Table | str] = [
+        describe_rates(estimate),
         *estimate.beside(),
         "",
         Table("", ("<time of a step", ">seconds", ">share"), rows),
     ]
     if len(estimate.ranks) > 1:
-        shown += ["", _ranks(estimate, plan)]
+        report += ["", _ranks(estimate, plan)]
     if plan is not None and hardware is not None:
-        shown += ["", room(check_plan(plan), hardware)]
-    return Report(tuple(shown))
+        report += ["", describe_fit(check_plan(plan), hardware)]
+    return Report(tuple(report))
 
 
-def rates(estimate: Estimate) -> str:
-    """A line on an estimate: its seconds, and what share of the hardware is used."""
+def describe_rates(estimate: Estimate) -> str:
+    """Describes an estimate: its seconds, and what share of the hardware is used."""
     rate = f"{of_flops(estimate.flops_per_second)}/s a device"
     used = f"MFU {of_share(estimate.mfu, 1)}, HFU {of_share(estimate.share_of_peak, 1)}"
     tokens = estimate.tokens_per_second
-    said = ""
+    token_rate = ""
     if tokens is not None:
         each = of_count(tokens / estimate.devices)
-        said = f", {of_count(tokens)} tokens/s, {each} a device"
+        token_rate = f", {of_count(tokens)} tokens/s, {each} a device"
     step = f"{of_seconds(estimate.seconds)} a step on {estimate.hardware}"
-    return f"{step}: {rate}, {used}{said}"
+    return f"{step}: {rate}, {used}{token_rate}"
 
 
 def _ranks(estimate: Estimate, plan: Plan | None) -> Table:
-    """One row for each program: of its time, and its memory where it is known."""
-    peaks = {own.rank: own.peak_bytes for own in plan.ranks} if plan else {}
+    """Returns a table of the programs: their time, and their memory if it is known."""
+    peaks = {p.rank: p.peak_bytes for p in plan.ranks} if plan else {}
     rows = [
         (
             str(r.rank),
@@ -102,8 +106,8 @@ def _ranks(estimate: Estimate, plan: Plan | None) -> Table:
     return Table("time of each program", head, rows)
 
 
-def room(plan: Plan, hardware: Hardware) -> str:
-    """A sentence on a plan in a hardware's memory: if it fits, by how much, where.
+def describe_fit(plan: Plan, hardware: Hardware) -> str:
+    """Describes whether a plan fits a hardware's memory, by how much, on which rank.
 
     >>> from fsfunc.planning.events import Allocated
     >>> from fsfunc.planning.plans import RankPlan
@@ -111,10 +115,10 @@ def room(plan: Plan, hardware: Hardware) -> str:
     >>> from fsfunc.comm.mesh import Mesh
     >>> events = [Allocated(0, 50 * 10**9, "", "", "")]
     >>> own = RankPlan(0, 8, {"data": 0}, events, {0: "parameters"}, [], [])
-    >>> room(Plan(Mesh({"data": 8}, "abstract"), (own,)), A100_40)
+    >>> describe_fit(Plan(Mesh({"data": 8}, "abstract"), (own,)), A100_40)
     'does not fit A100-40: rank 0 holds 50.0 GB, 9.32 GB more than its 40.7 GB'
     """
-    most = max(plan.ranks, key=lambda own: own.peak_bytes)
+    fullest = max(plan.ranks, key=lambda rank_plan: rank_plan.peak_bytes)
     size, memory = needed_bytes(plan, hardware), hardware.memory
     if size <= memory and not fits(plan, hardware):
         return (
@@ -122,22 +126,24 @@ def room(plan: Plan, hardware: Hardware) -> str:
             f"{of_bytes(plan.offloaded_bytes)}, more than its part of the host's memory"
         )
     if size <= memory:
-        share, held = of_share(size, memory), most.peak_bytes
-        beside = "" if hardware.fresh is None else ", with what is offloaded"
-        reserved = beside or f", reserved for {of_bytes(held)}"
-        reserved = reserved if size > held else ""
+        share, peak = of_share(size, memory), fullest.peak_bytes
+        # An allocator reserves more than is in use. A host has none, and its memory is
+        # also what is offloaded to.
+        offloaded = "" if hardware.fresh is None else ", with what is offloaded"
+        reserved = offloaded or f", reserved for {of_bytes(peak)}"
+        reserved = reserved if size > peak else ""
         return (
             f"fits {hardware.name}: {of_bytes(size)} of {of_bytes(memory)}, {share}"
             f"{reserved}"
         )
     return (
-        f"does not fit {hardware.name}: rank {most.rank} holds {of_bytes(size)}, "
+        f"does not fit {hardware.name}: rank {fullest.rank} holds {of_bytes(size)}, "
         f"{of_bytes(size - memory)} more than its {of_bytes(memory)}"
     )
 
 
 def comparison(plans: Sequence[tuple[Plan, Estimate | None]]) -> Report:
-    """One row for each plan: what its rank that has most computes, sends and holds.
+    """Returns a table of plans: what the fullest rank of each computes and sends.
 
     >>> from fsfunc.comm.mesh import Mesh
     >>> from fsfunc.planning.plans import RankPlan
@@ -148,7 +154,7 @@ def comparison(plans: Sequence[tuple[Plan, Estimate | None]]) -> Report:
     """
     rows = []
     for plan, times in plans:
-        sent = max(own.ledger.bytes() for own in plan.ranks)
+        sent = max(rank_plan.ledger.bytes() for rank_plan in plan.ranks)
         row = (
             of_axes(plan.mesh.axes),
             of_count(plan.flops),
@@ -164,17 +170,18 @@ def comparison(plans: Sequence[tuple[Plan, Estimate | None]]) -> Report:
 
 
 def _attention(hardware: Hardware) -> list[tuple[str, str]]:
-    known = hardware.attention
-    if not isinstance(known, Mapping):
-        return [("of peak, attention", of_share(known, 1))]
+    """Returns rows on the share of the peak that attention reaches."""
+    shares = hardware.attention
+    if not isinstance(shares, Mapping):
+        return [("of peak, attention", of_share(shares, 1))]
     return [
         (f"of peak, attention {name}", f"{of_share(f, 1)}, backward {of_share(b, 1)}")
-        for name, (f, b) in known.items()
+        for name, (f, b) in shares.items()
     ]
 
 
 def description(hardware: Hardware) -> Report:
-    """The table of all that a hardware says of itself.
+    """Returns the table of all fields of a hardware.
 
     >>> from fsfunc.planning.hardware import A100_80
     >>> print(description(A100_80).tables["A100-80"].rows[0])
@@ -195,8 +202,8 @@ def description(hardware: Hardware) -> Report:
         rows.append(("first touch of memory", f"{of_bytes(hardware.fresh)}/s"))
     for level in hardware.levels:
         name = f"links of {level.ranks or 'all'} ranks"
-        said = f"{of_bytes(level.bandwidth)}/s, {of_seconds(level.latency)} a message"
-        rows.append((name, said))
+        speed = f"{of_bytes(level.bandwidth)}/s, {of_seconds(level.latency)} a message"
+        rows.append((name, speed))
     if hardware.levels:
         rows.append(("of a transfer while computing", of_share(hardware.overlap, 1)))
     rows += [(name, f"{of_bytes(rate)}/s") for name, rate in hardware.rates.items()]

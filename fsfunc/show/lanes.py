@@ -1,4 +1,9 @@
-"""The model of charts over time, rows of spans; and such a chart as text."""
+"""The model of charts over time, lanes of spans; and such a chart as text.
+
+`LaneChart` is the base of ``timeline`` and ``streams``. A `Lane` is what one stream of
+a rank does. Pictures have its spans as a row of bars (`LaneChart.row`), and over it a
+row of what the rank is at (`action_rows`); text has it in bands of columns (`bands`).
+"""
 
 from __future__ import annotations
 
@@ -7,7 +12,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from fsfunc.pipelining.actions import KINDS, Action
 from fsfunc.pipelining.timing import TimedAction
@@ -38,7 +43,9 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
     from rich.text import Text
 
-MARKS = 10  # of time under a picture, at most
+    from fsfunc.planning.estimation import Estimate
+
+MAX_TICKS = 10  # marks of time under a picture
 NOISE = 1e-9  # of the whole: sums of floats that should be equal
 
 
@@ -46,7 +53,8 @@ NOISE = 1e-9  # of the whole: sums of floats that should be equal
 class Lane:
     """One stream of one rank, and what it does from the left edge to the right.
 
-    ``alike``: how many ranks do the same, this one included.
+    Args:
+        alike: how many ranks do the same, this one included.
     """
 
     rank: int
@@ -56,7 +64,7 @@ class Lane:
 
     @property
     def ranks(self) -> str:
-        """``rank 0 ×8``: itself, and how many do the same."""
+        """``rank 0 ×8``: the rank, and how many do the same."""
         return f"rank {self.rank}" + (f" ×{self.alike}" if self.alike > 1 else "")
 
     @property
@@ -77,28 +85,29 @@ class Lane:
         return sum(s.end - s.start for s in self.spans) - self.busy
 
     def columns(self, start: float, end: float, count: int) -> list[Look | None]:
-        """The look of what takes most of each of ``count`` equal parts of the time.
+        """Returns the look of what takes most of each of ``count`` equal parts.
 
         None where there is nothing. Of a stream of transfers, whose gaps are no spans,
         a part in which anything is sent shows what.
         """
         width = (end - start) / count
-        sums: list[dict[Look, float]] = [{} for _ in range(count)]
+        # What takes most of a column is shown: what comes first could be a sliver.
+        seconds: list[dict[Look, float]] = [{} for _ in range(count)]
         for span in self.spans:
             look = look_of(span)
             first = min(int((span.start - start) / width), count - 1)
             last = min(max(math.ceil((span.end - start) / width), first + 1), count)
             for i in range(first, last):
                 low, high = start + i * width, start + (i + 1) * width
-                share = max(min(span.end, high) - max(span.start, low), 0.0)
-                sums[i][look] = sums[i].get(look, 0.0) + share
-        return [max(s, key=s.__getitem__) if s else None for s in sums]
+                overlap = max(min(span.end, high) - max(span.start, low), 0.0)
+                seconds[i][look] = seconds[i].get(look, 0.0) + overlap
+        return [max(s, key=s.__getitem__) if s else None for s in seconds]
 
-    def filled(self, start: float, end: float, wait: Look) -> Lane:
-        """The lane with its gaps from ``start`` to ``end`` as spans.
+    def with_gaps(self, start: float, end: float, wait: Look) -> Lane:
+        """Returns the lane with its gaps from ``start`` to ``end`` as spans.
 
         Args:
-            wait: the look of those between two spans.
+            wait: the look of gaps between two spans.
         """
         phases = [wait.title] * (len(self.spans) + 1)
         phases[0] = phases[-1] = OUTSIDE.title
@@ -121,88 +130,89 @@ class LaneChart(Drawn):
     end: float
 
     def looks(self) -> list[Look]:
-        """The looks that are in the chart, in the palette's order."""
-        seen = {look_of(span) for lane in self.lanes for span in lane.spans}
-        return [look for look in palette() if look in seen]
+        """Returns the looks that are in the chart, in the palette's order."""
+        used = {look_of(span) for lane in self.lanes for span in lane.spans}
+        return [look for look in palette() if look in used]
 
     def legends(self, width: int | None) -> Iterator[Text]:
-        """Yield what signs mean: of what is computed, of gaps, of what is sent."""
-        seen = self.looks()
-        sent = [look for look in seen if look.title in SENDING]
-        gaps = [look for look in seen if look.title in GAPS]
-        computed = [look for look in seen if look not in (*sent, *gaps)]
+        """Yields legends: of what is computed, of gaps, of what is sent."""
+        used = self.looks()
+        sent = [look for look in used if look.title in SENDING]
+        gaps = [look for look in used if look.title in GAPS]
+        computed = [look for look in used if look not in (*sent, *gaps)]
         for looks in (computed, gaps, sent):
             yield from map(picture_line, legend(looks, width))
 
     def row(self, lane: Lane) -> Row:
-        """A lane as all pictures have it."""
+        """Returns a lane as the row that pictures have."""
         bars = [bar_of(span) for span in lane.spans]
         return Row(lane.name, bars, short=lane.stream)
 
     @cached_property
     def rows(self) -> list[Row]:
-        """The rows from above: of each lane that computes, what its actions are too."""
+        """The rows from top to bottom."""
         ranks = dict.fromkeys(lane.rank for lane in self.lanes)
         return [row for rank in ranks for row in self.rows_of(rank)]
 
     def rows_of(self, rank: int) -> list[Row]:
-        """The rows of a rank."""
+        """Returns the rows of a rank; over a lane that computes, its actions."""
         lanes = [lane for lane in self.lanes if lane.rank == rank]
-        return [row for lane in lanes for row in (*actions(lane), self.row(lane))]
+        return [row for lane in lanes for row in (*action_rows(lane), self.row(lane))]
 
-    def say_time(self, time: float) -> str:
-        """A time of the axis in words."""
+    def format_time(self, time: float) -> str:
+        """Writes a time of the axis."""
         return of_seconds(time)
 
     def times(self) -> list[Tick]:
-        """The marks of time under its pictures."""
-        return ticks(self.end, self.say_time, (MARKS,), self.start)
+        """Returns the marks of time under its pictures."""
+        return ticks(self.end, self.format_time, (MAX_TICKS,), self.start)
 
     @property
     def caption(self) -> str:
         """The title of its pictures."""
         raise NotImplementedError
 
-    def marks(self) -> dict[str, str]:
-        """The legend of its pictures: titles and colours."""
+    def legend_colors(self) -> dict[str, str]:
+        """Returns the legend of its pictures: colours by title."""
         return {look.title: look.color for look in self.looks()}
 
     def figure(self) -> Figure:
-        what = self.caption, self.rows, self.start, self.end, self.marks()
-        return lane_figure(*what, self.times())
+        content = self.caption, self.rows, self.start, self.end, self.legend_colors()
+        return lane_figure(*content, self.times())
 
     def svg(self) -> str:
-        what = self.caption, self.rows, self.start, self.end, self.marks()
-        return lanes_svg(*what, self.times())
+        content = self.caption, self.rows, self.start, self.end, self.legend_colors()
+        return lanes_svg(*content, self.times())
 
 
-def named(span: Span) -> str:
-    """The name of a span: its collective, its unit, its microbatch."""
+def name_of(span: Span) -> str:
+    """Returns the name of a span: its collective, its unit, its microbatch."""
     name = span.name if span.stream == COMPUTE else f"{span.name} {span.unit}".rstrip()
     return f"{name} {span.turn}".rstrip()
 
 
 def bar_of(span: Span) -> Bar:
-    """The bar of a span, as its row has it."""
+    """Returns the bar of a span."""
     look = look_of(span)
     times = _times(span.start, span.end)
     if look.title in GAPS:
-        awaited = ": ".join(
+        # A gap has the name of the transfer that it waits for.
+        title = ": ".join(
             filter(None, (look.title, f"{span.name} {span.unit}".strip()))
         )
-        return Bar(span.start, span.end, look, (), f"{awaited}: {times}")
-    name = named(span)
-    said = ", ".join(filter(None, (name, span.phase)))
+        return Bar(span.start, span.end, look, (), f"{title}: {times}")
+    name = name_of(span)
+    title = ", ".join(filter(None, (name, span.phase)))
     sent = f", {of_bytes(span.bytes)}" if span.bytes else ""
-    words = f"{said}: {times}{sent}"
+    words = f"{title}: {times}{sent}"
     return Bar(span.start, span.end, look, _labels(span, name), words)
 
 
 def _labels(span: Span, name: str) -> tuple[str, ...]:
-    """What may be written into a span's bar, the longest first.
+    """Returns what may be written into a span's bar, the longest first.
 
-    Its whole name; without its microbatch; its unit, whole and the last of its path;
-    its microbatch.
+    That is its whole name; its name without the microbatch; its unit, whole and the end
+    of its path; its microbatch.
     """
     tail = ".".join(span.unit.split(".")[-2:])
     shorter = name.removesuffix(span.turn).rstrip(), span.unit, tail, span.turn
@@ -214,42 +224,44 @@ def _times(start: float, end: float) -> str:
     return f"{of_seconds(start)} to {of_seconds(end)}, {of_seconds(end - start)}"
 
 
-_LEAST = 3  # spans that are worth a row of their own
+_MIN_SPANS = 3  # spans that are worth a row of their own
 
 
-def actions(lane: Lane) -> list[Row]:
-    """A row of what a rank is at: microbatches (``F3``), or phases with their layers.
+def action_rows(lane: Lane) -> list[Row]:
+    """Returns a row of what a rank is at: microbatches (``F3``), or phases with layers.
 
-    None where that would say no more than the lane itself.
+    No row if that would say no more than the lane itself.
     """
     groups: list[tuple[tuple[str, str], list[Span]]] = []
-    apart = True  # since the last span
+    # Whether a gap parts the next span from the last one. A wait for a transfer is
+    # within an action: it parts none.
+    is_apart = True
     for span in lane.spans if lane.stream == COMPUTE else ():
         if span.phase in GAPS:
-            apart = apart or span.phase != STALL.title
+            is_apart = is_apart or span.phase != STALL.title
             continue
-        scheduled = span.turn[:1] in KINDS
-        key = (span.turn, "" if scheduled else _coarse(span.phase))
-        if not groups or groups[-1][0] != key or apart and not scheduled:
+        is_scheduled = span.turn[:1] in KINDS
+        key = (span.turn, "" if is_scheduled else _phase_group(span.phase))
+        if not groups or groups[-1][0] != key or is_apart and not is_scheduled:
             groups.append((key, []))
         groups[-1][1].append(span)
-        apart = False
-    if max((len(group) for _, group in groups), default=0) < _LEAST:
+        is_apart = False
+    if max((len(group) for _, group in groups), default=0) < _MIN_SPANS:
         return []
-    bars = [_action(*key, group) for key, group in groups]
-    turns = any(turn for (turn, _), _ in groups)
-    return [Row(lane.ranks, bars, short="action" if turns else "phase")]
+    bars = [_action_bar(*key, group) for key, group in groups]
+    has_microbatches = any(turn for (turn, _), _ in groups)
+    return [Row(lane.ranks, bars, short="action" if has_microbatches else "phase")]
 
 
-# What goes on in turns is one: a layer is computed again, and then differentiated.
+# Recompute and backward alternate, layer by layer: both are one phase.
 _BACKWARD = {"recompute"} | {k.title for k in KINDS.values() if set(k.parts) - {"F"}}
 
 
-def _coarse(phase: str) -> str:
+def _phase_group(phase: str) -> str:
     return "backward" if phase in _BACKWARD else phase
 
 
-def _action(turn: str, phase: str, spans: Sequence[Span]) -> Bar:
+def _action_bar(turn: str, phase: str, spans: Sequence[Span]) -> Bar:
     look = computing().get(phase) or (
         by_sign(turn[0]) if turn[:1] in KINDS else look_of(spans[0])
     )
@@ -265,47 +277,48 @@ def _action(turn: str, phase: str, spans: Sequence[Span]) -> Bar:
 
 
 def check_events(events: Iterable[Any]) -> list[TimedAction]:
-    """The events as a list, if each is ``(rank, action, start, end)``.
+    """Returns the events as a list, if each is ``(rank, action, start, end)``.
 
     Raises:
         TypeError: an event that is no such tuple; says which.
         ValueError: no events, or an end before its start; says which.
     """
-    found = []
-    for place, event in enumerate(events):
+    checked: list[TimedAction] = []
+    for i, event in enumerate(events):
         match event:
             case int() as rank, Action() as action, start, end if rank >= 0:
-                _check_times(f"event {place}, {action} of rank {rank}", start, end)
-                found.append(TimedAction(rank, action, start, end))
+                _check_times(f"event {i}, {action} of rank {rank}", start, end)
+                checked.append(TimedAction(rank, action, start, end))
             case _:
                 raise TypeError(
-                    f"event {place} is {event!r}: give (rank, action, start, end), as "
+                    f"event {i} is {event!r}: give (rank, action, start, end), as "
                     "a recorded run or simulate(schedule) has them; ranks are 0, 1, "
                     "..., and parse() makes actions of text"
                 )
-    if not found:
+    if not checked:
         raise ValueError("there are no events to show: was the run recorded?")
-    return found
+    return checked
 
 
-def check_spans(estimate: Any) -> list[Span]:
-    """The spans of an estimate, or those given, by rank and start.
+def check_spans(estimate: Estimate | Iterable[Span]) -> list[Span]:
+    """Returns the spans of an estimate, or those given, by rank and start.
 
     Raises:
         TypeError: what is no span; says which.
         ValueError: no spans, or one that ends before it starts.
     """
-    found = list(getattr(estimate, "spans", estimate))
-    for place, span in enumerate(found):
+    iterable: Any = getattr(estimate, "spans", estimate)
+    spans: list[Span] = list(iterable)
+    for i, span in enumerate(spans):
         if not isinstance(span, Span):
             raise TypeError(
-                f"span {place} is {span!r}: give an estimate, as ff.estimate(plan, "
+                f"span {i} is {span!r}: give an estimate, as ff.estimate(plan, "
                 "hardware) makes it, or its spans"
             )
-        _check_times(f"span {place}, {span.name} of {span.rank}", span.start, span.end)
-    if not found:
+        _check_times(f"span {i}, {span.name} of {span.rank}", span.start, span.end)
+    if not spans:
         raise ValueError("there are no spans to show: the plan has no events")
-    return sorted(found, key=lambda span: (span.rank, span.start, span.end))
+    return sorted(spans, key=lambda span: (span.rank, span.start, span.end))
 
 
 def _check_times(subject: str, start: float, end: float) -> None:
@@ -313,37 +326,38 @@ def _check_times(subject: str, start: float, end: float) -> None:
         raise ValueError(f"{subject}: it cannot last from {start} to {end}")
 
 
-Cell = tuple[str, str]  # a letter, and rich's style for it
+Cell: TypeAlias = tuple[str, str]  # a letter, and rich's style for it
 
 _EDGE, _CUT = "│", "┆"  # where something begins or ends; where a band ends amid it
 _BORDER = "bright_black"
-_MOST_COLUMNS = 5_000  # in all: beyond, labels are left out
-_TICK = 8  # columns from one time on the ruler to the next, at least
+_MAX_COLUMNS = 5_000  # of a chart: with more, labels are left out
+_TICK_WIDTH = 8  # columns from one time on the ruler to the next, at least
 
 
 def bands(
     lanes: Sequence[Lane], names: Sequence[str], makespan: float, width: int | None
 ) -> Iterator[list[Cell]]:
-    """Yield the lines of the lanes' rows, in bands under a ruler.
+    """Yields the lines of the lanes' rows, in bands under a ruler.
 
     Args:
-        names: of the lanes.
+        names: the lanes' names.
+        makespan: the time at the right edge.
         width: columns of a line at most; longer ones are wrapped. None for one band of
             any length.
     """
     spans = [s for lane in lanes for s in lane.spans if s.phase not in GAPS]
-    grid = columns_of(spans, makespan)
+    grid = choose_columns(spans, makespan)
     columns = grid.column(makespan)
     rows = [cells(lane, grid, columns) for lane in lanes]
     margin = max(map(len, names)) + 1
     space = columns if width is None else max(width - margin - 1, 2 * grid.pitch)
-    space = space // grid.pitch * grid.pitch
+    space = space // grid.pitch * grid.pitch  # bands are cut where actions may meet
     for first in range(0, columns, space):
         last = min(first + space, columns)
         yield [(" " * margin + ruler(grid, first, last, makespan), "")]
         for name, row in zip(names, rows, strict=True):
-            whole = last == columns or row[last][0] == _EDGE
-            end = row[last] if whole else (_CUT, _BORDER)
+            is_edge = last == columns or row[last][0] == _EDGE
+            end = row[last] if is_edge else (_CUT, _BORDER)
             yield [(name.ljust(margin), ""), *row[first:last], end]
         yield []
 
@@ -359,11 +373,11 @@ class Columns:
         return round(time * self.rate)
 
 
-def columns_of(spans: Sequence[Span], makespan: float) -> Columns:
-    """The grid whose cells are the largest unit that divides every time.
+def choose_columns(spans: Sequence[Span], makespan: float) -> Columns:
+    """Returns a grid in which labels have room.
 
-    A cell is as wide as the labels ask. Times without such a unit (those of a real
-    run) are rounded to columns, as many as most labels ask.
+    Its cells are the largest unit that divides every time, each as wide as the labels
+    ask. Times without such a unit, those of a real run, are rounded to columns.
     """
     spans = [span for span in spans if span.end > span.start]
     unit = common_unit(spans)
@@ -373,15 +387,19 @@ def columns_of(spans: Sequence[Span], makespan: float) -> Columns:
             for s in spans
         )
         pitch = max(pitch, 2)  # an edge and a cell
-        if makespan / unit * pitch <= _MOST_COLUMNS:
+        if makespan / unit * pitch <= _MAX_COLUMNS:
             return Columns(float(pitch / unit), pitch)
     rates = sorted((len(s.name) + 1) / (s.end - s.start) for s in spans)
-    rate = rates[9 * (len(rates) - 1) // 10]  # 90 % of the labels fit
-    return Columns(min(rate, _MOST_COLUMNS / makespan), 1)
+    # 90 % of the labels fit: for the shortest span the chart would be too wide.
+    rate = rates[9 * (len(rates) - 1) // 10]
+    return Columns(min(rate, _MAX_COLUMNS / makespan), 1)
 
 
 def common_unit(spans: Sequence[Span]) -> Fraction | None:
-    """The largest unit of which all times are multiples; None if none is sensible."""
+    """Returns the largest unit that divides all times; None if none is sensible."""
+    # As fractions, as floats have no greatest common divisor. Times are taken relative
+    # to the shortest span, and to be fractions with small denominators; times of a real
+    # run are not.
     times = [Fraction(time) for span in spans for time in (span.start, span.end)]
     shortest = min(Fraction(span.end) - Fraction(span.start) for span in spans)
     scaled = [time / shortest for time in times]
@@ -389,32 +407,33 @@ def common_unit(spans: Sequence[Span]) -> Fraction | None:
     noise = max(scaled) / 10**9
     if any(abs(e - t) > noise for e, t in zip(exact, scaled, strict=True)):
         return None
-    below = math.lcm(*(time.denominator for time in exact))
-    unit = Fraction(math.gcd(*(int(time * below) for time in exact)), below)
+    denominator = math.lcm(*(time.denominator for time in exact))
+    unit = Fraction(math.gcd(*(int(t * denominator) for t in exact)), denominator)
     return unit * shortest
 
 
 def cells(lane: Lane, grid: Columns, columns: int) -> list[Cell]:
-    """A rank's whole row."""
+    """Returns the whole row of a lane, letter by letter."""
     row: list[Cell] = [(" ", "")] * columns + [(_EDGE, _BORDER)]
-    marks = []
+    updates: list[tuple[int, Cell]] = []
     for span in lane.spans:
         first, last = grid.column(span.start), grid.column(span.end)
         room, look = last - first - 1, look_of(span)
         if room >= 0:
+            # A name that has no room is a letter, which the legend explains.
             text = span.name if len(span.name) <= room else look.sign
             text = look.sign * room if look.title in GAPS else text[:room].ljust(room)
             row[first:last] = [(_EDGE, _BORDER), *((c, look.style) for c in text)]
         elif look.title == "update":  # it may take no time
-            marks.append((first, (look.sign, look.style)))
-    for column, mark in marks:  # where others meet
-        row[column] = mark
+            updates.append((first, (look.sign, look.style)))
+    for column, cell in updates:  # last, over the edge where two spans meet
+        row[column] = cell
     return row
 
 
 def ruler(grid: Columns, first: int, last: int, makespan: float) -> str:
-    """The times above the columns ``first`` to ``last``."""
-    least = max(_TICK, len(number(makespan)) + 2) / grid.rate
+    """Returns the line of times above the columns ``first`` to ``last``."""
+    least = max(_TICK_WIDTH, len(format_number(makespan)) + 2) / grid.rate
     power = 10.0 ** math.floor(math.log10(least))
     steps = (m * power for m in (1, 2, 2.5, 5, 10))
     step = next(step for step in steps if step >= least * (1 - 1e-9))
@@ -427,6 +446,6 @@ def ruler(grid: Columns, first: int, last: int, makespan: float) -> str:
     return line
 
 
-def number(value: float) -> str:
-    """At most four digits: ``1.5``, ``0.0123``, ``33``."""
+def format_number(value: float) -> str:
+    """Writes at most four digits: ``1.5``, ``0.0123``, ``33``."""
     return f"{float(value):.4g}"

@@ -1,4 +1,15 @@
-"""Layouts in words, and as a grid of cells that ranks hold."""
+"""Layouts in words, and as a grid of cells that ranks hold.
+
+A leaf is drawn as a sheet: its leading dims are rows, the others columns. What a rank
+holds of it is at most three rectangles (`boxes`), as a range of a flat buffer begins
+and ends within a row. Their edges cut the sheet into the cells of a `Grid`:
+
+    ┌─────────────────┐
+    │  0     0     0  │
+    │           ┌─────┤
+    │  0     0  │  1  │
+    └───────────┴─────┘
+"""
 
 from __future__ import annotations
 
@@ -14,12 +25,12 @@ from fsfunc.sharded.leaf_tables import in_words as in_words  # a rank's part is 
 from fsfunc.sharded.placements import Split
 from fsfunc.sharded.slices import cut
 
-MOST_ROWS, MOST_COLUMNS = 24, 12  # of cells: what one can still read
+MAX_ROWS, MAX_COLUMNS = 24, 12  # of cells: what one can still read
 _COLORS = (
     "#8aa9d1", "#ecae85", "#8fcbaf", "#c7a8d8",
     "#f0d48a", "#e3a3a3", "#a9d4d9", "#c9cdd6",
 )  # fmt: skip
-# By the arms that meet, of up, right, down and left, as the digits of a binary number.
+# The corner by the arms that meet in it: up, right, down and left are binary digits.
 _CORNERS = "   ┐ ─┌┬ ┘│┤└┴├┼"
 
 
@@ -37,10 +48,10 @@ class Grid:
     """A leaf as a sheet of rows and columns, cut where its holders change.
 
     Args:
-        dims: how many of the leaf's dims its rows count; the rest are its columns.
+        dims: how many of the leaf's dims its rows count; the others are its columns.
         rows, columns: where the cells begin, and the last one's end.
-        keys: for each row and column the coordinates (over ``layout.axes``) of those
-            of the ranks that hold the cell.
+        keys: for each row and column the coordinates, over ``layout.axes``, of the
+            ranks that hold the cell.
     """
 
     dims: int
@@ -50,30 +61,33 @@ class Grid:
 
     @property
     def colors(self) -> dict[Key, str]:
-        """A colour for the cells of each holder, the same after some."""
+        """A colour for the cells of each holder; some colours come again."""
         keys = dict.fromkeys(key for row in self.keys for key in row)
         return dict(zip(keys, itertools.cycle(_COLORS), strict=False))
 
-    def at(self, row: int, column: int) -> Key:
-        """The holders of the element at this row and column of the sheet."""
+    def holders_at(self, row: int, column: int) -> Key:
+        """Returns the holders of the element at a row and column of the sheet."""
         i = sum(start <= row for start in self.rows) - 1
         return self.keys[i][sum(start <= column for start in self.columns) - 1]
 
-    def lines(self, say: Callable[[Key], str]) -> Iterator[list[tuple[str, str]]]:
-        """Yield the grid's lines, ``say(key)`` in each cell: letters, and styles.
+    def lines(
+        self, describe_key: Callable[[Key], str]
+    ) -> Iterator[list[tuple[str, str]]]:
+        """Yields the grid's lines as (letters, styles), with a text in each cell.
 
         A border stands where holders differ.
         """
-        said = {key: say(key) for row in self.keys for key in row}
+        texts = {key: describe_key(key) for row in self.keys for key in row}
         heads = [_range(*ends) for ends in pairwise(self.columns)]
         sides = [_range(*ends) if self.dims else "" for ends in pairwise(self.rows)]
-        width = max(map(len, (*heads, *said.values()))) + 2
+        width = max(map(len, (*heads, *texts.values()))) + 2
         margin = max(map(len, sides)) + 1
         styles = {key: f"#000000 on {color}" for key, color in self.colors.items()}
         yield [(" " * (margin + 1) + " ".join(h.center(width) for h in heads), "")]
+        # With a frame of no holders, so that the outer border is drawn like others.
         outside = [None] * (len(heads) + 2)
-        held = [outside, *([None, *row, None] for row in self.keys), outside]
-        for i, (above, row) in enumerate(pairwise(held)):
+        framed = [outside, *([None, *row, None] for row in self.keys), outside]
+        for i, (above, row) in enumerate(pairwise(framed)):
             yield [(" " * margin + _border(above, row, width), "")]
             if row is outside:
                 return
@@ -81,9 +95,9 @@ class Grid:
             for before, key in pairwise(row):
                 if key is None:
                     break
-                same = before == key
-                cells.append((" ", styles[key]) if same else ("│", ""))
-                cells.append((said[key].center(width), styles[key]))
+                is_same = before == key
+                cells.append((" ", styles[key]) if is_same else ("│", ""))
+                cells.append((texts[key].center(width), styles[key]))
             cells.append(("│", ""))
             yield cells
 
@@ -91,7 +105,7 @@ class Grid:
 def _border(
     above: Sequence[Key | None], below: Sequence[Key | None], width: int
 ) -> str:
-    """The line between two rows of holders: drawn where they differ."""
+    """Returns the line between two rows of holders, drawn where they differ."""
     text = ""
     for (a, b), (c, d) in zip(pairwise(above), pairwise(below), strict=True):
         arms = 8 * (a != b) + 4 * (b != d) + 2 * (c != d) + (a != c)
@@ -100,7 +114,7 @@ def _border(
 
 
 def part_in_words(layout: Layout, coordinates: Coordinates) -> str:
-    """The part of a rank, as one would index it.
+    """Describes the part of a rank, as one would index it.
 
     ``[2:4, :]`` is a block; ``.flat[5:9]`` a range of the whole, flattened row-major;
     ``[2:4, :].flat[5:9]`` such a range of a block.
@@ -121,35 +135,36 @@ def part_in_words(layout: Layout, coordinates: Coordinates) -> str:
         return "nothing"
     sizes = [n for _, n in box]
     start, stop = layout.span(coordinates)
-    whole = math.prod(sizes)
+    numel = math.prod(sizes)
     if start == stop:
         return "nothing"
-    cut = sizes != list(layout.shape)
+    is_cut = sizes != list(layout.shape)
     dims = ", ".join(
         ":" if n == full else f"{low}:{low + n}"
         for (low, n), full in zip(box, layout.shape, strict=True)
     )
-    block = f"[{dims}]" if cut else ""
-    ranges = f".flat[{start}:{stop}]" if (start, stop) != (0, whole) else ""
-    return f"{block}{ranges}" or "all"
+    block = f"[{dims}]" if is_cut else ""
+    flat_range = f".flat[{start}:{stop}]" if (start, stop) != (0, numel) else ""
+    return f"{block}{flat_range}" or "all"
 
 
 def grid_of(layout: Layout) -> Grid | None:
-    """The grid of a leaf; None where it has no elements, or too many cells to read."""
+    """Returns the grid of a leaf; None if that is empty, or has too many cells."""
     dims = rows_of(layout)
     if dims is None or not layout.numel:
         return None
-    if math.prod(layout.sizes.values()) > MOST_ROWS * MOST_COLUMNS:
+    # Before all coordinates are gone through, of which a large mesh has very many.
+    if math.prod(layout.sizes.values()) > MAX_ROWS * MAX_COLUMNS:
         return None
-    held = {layout.key(at): boxes(layout, at, dims) for at in every_coordinate(layout)}
-    every = [box for found in held.values() for box in found]
-    rows = sorted({n for box in every for n in (box.top, box.bottom)})
-    columns = sorted({n for box in every for n in (box.left, box.right)})
-    if len(rows) - 1 > MOST_ROWS or len(columns) - 1 > MOST_COLUMNS:
+    parts = {layout.key(c): boxes(layout, c, dims) for c in every_coordinate(layout)}
+    all_boxes = [box for part in parts.values() for box in part]
+    rows = sorted({n for box in all_boxes for n in (box.top, box.bottom)})
+    columns = sorted({n for box in all_boxes for n in (box.left, box.right)})
+    if len(rows) - 1 > MAX_ROWS or len(columns) - 1 > MAX_COLUMNS:
         return None
     keys: list[list[Key]] = [[()] * (len(columns) - 1) for _ in rows[1:]]
-    for key, found in held.items():
-        for box in found:
+    for key, part in parts.items():
+        for box in part:
             for i in range(rows.index(box.top), rows.index(box.bottom)):
                 for j in range(columns.index(box.left), columns.index(box.right)):
                     keys[i][j] = key
@@ -157,21 +172,21 @@ def grid_of(layout: Layout) -> Grid | None:
 
 
 def rows_of(layout: Layout) -> int | None:
-    """The number of leading dims to count as rows, so that blocks are rectangles.
+    """Returns how many leading dims to count as rows, so that blocks are rectangles.
 
-    None where no number of them does: three dims of which two inner ones are cut.
+    None if no number of them does, as of three dims of which two inner ones are cut.
 
     >>> import torch
     >>> rows_of(Layout((2, 3, 4), torch.float32, (Split(2, "a", 2), Split(0, "b", 2))))
     2
     """
-    cut = {part.dim for part in layout.parts if isinstance(part, Split)}
-    dims = max([1, *cut]) if layout.ndim > 1 else 0
-    return None if cut & set(range(1, dims)) else dims
+    cut_dims = {part.dim for part in layout.parts if isinstance(part, Split)}
+    dims = max([1, *cut_dims]) if layout.ndim > 1 else 0
+    return None if cut_dims & set(range(1, dims)) else dims
 
 
 def boxes(layout: Layout, coordinates: Coordinates, dims: int) -> list[Rectangle]:
-    """The part of a rank, as at most three rectangles of the leaf's sheet, in order.
+    """Returns the part of a rank as at most three rectangles of the leaf's sheet.
 
     >>> import torch
     >>> from fsfunc.sharded.layout import Flat
@@ -184,8 +199,8 @@ def boxes(layout: Layout, coordinates: Coordinates, dims: int) -> list[Rectangle
     block = layout.block(coordinates)
     if block is None:
         return []
-    top, height = _side(block[:dims], layout.shape[:dims])
-    left, width = _side(block[dims:], layout.shape[dims:])
+    top, height = _flatten_block(block[:dims], layout.shape[:dims])
+    left, width = _flatten_block(block[dims:], layout.shape[dims:])
     return [
         Rectangle(top + row, top + row + rows, left + column, left + column + columns)
         for (row, column), (rows, columns) in cut(
@@ -194,8 +209,10 @@ def boxes(layout: Layout, coordinates: Coordinates, dims: int) -> list[Rectangle
     ]
 
 
-def _side(block: Sequence[tuple[int, int]], shape: Sequence[int]) -> tuple[int, int]:
-    """(start, length) of a block of dims of which at most the first is cut."""
+def _flatten_block(
+    block: Sequence[tuple[int, int]], shape: Sequence[int]
+) -> tuple[int, int]:
+    """Returns (start, length) of a block of dims, of which at most the first is cut."""
     if not block:
         return 0, 1
     inner = math.prod(shape[1:])

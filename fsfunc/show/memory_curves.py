@@ -1,4 +1,9 @@
-"""Memory over a step: the model of its charts, and tables of what its peak holds."""
+"""Memory over a step: the model of its charts, and tables of what is there at the peak.
+
+A `Curve` is made of a rank's plan (`curve_of`): the bytes of each kind after each
+event, over operators that ran, or over seconds if an estimate's spans are given. The
+tables say what the memory at the peak is for.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +13,7 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import TypeAlias
 
 from fsfunc.planning.events import Allocated, Ran
 from fsfunc.planning.plans import PlannedLeaf, RankPlan
@@ -19,157 +25,167 @@ from fsfunc.show.charts import COMPUTE
 from fsfunc.show.lanes import Lane
 
 OUTSIDE_UNITS = "(outside units)"
-_GIVEN = "(given to the step)"
+_GIVEN_TO_STEP = "(given to the step)"
 
 
 def unit_of(leaf: PlannedLeaf) -> str:
-    """The unit of a leaf; a buffer's name goes on with its first leaf."""
+    """Returns the unit of a leaf: a buffer's name is ``unit:first leaf``."""
     return leaf.unit.partition(":")[0]
 
 
-def kinds_table(own: RankPlan) -> Table:
-    """The memory of each kind when most is held."""
+def kinds_table(rank_plan: RankPlan) -> Table:
+    """Returns the table of the memory of each kind at the peak."""
     rows = [
-        (kind, of_bytes(size), of_share(size, own.peak_bytes))
-        for kind, size in own.peak.items()
+        (kind, of_bytes(size), of_share(size, rank_plan.peak_bytes))
+        for kind, size in rank_plan.peak.items()
         if size
     ]
-    at = peak_words(own)
-    rows.append(("total", of_bytes(own.peak_bytes), ""))
-    title = f"memory at the peak{f', {at}' if at else ''}"
+    when = peak_words(rank_plan)
+    rows.append(("total", of_bytes(rank_plan.peak_bytes), ""))
+    title = f"memory at the peak{f', {when}' if when else ''}"
     head = ("<kind", ">bytes", ">share")
-    return Table(title, head, rows if own.peak_bytes else [])
+    return Table(title, head, rows if rank_plan.peak_bytes else [])
 
 
-def held_by_unit(own: RankPlan) -> list[tuple[str, str, int]]:
-    """(kind, unit or "", bytes) of what is held at the peak, largest first."""
-    given: dict[str, dict[str, int]] = defaultdict(lambda: defaultdict(int))
-    for leaf in own.leaves:
-        given[leaf.kind][unit_of(leaf)] += leaf.bytes
+def peak_by_unit(rank_plan: RankPlan) -> list[tuple[str, str, int]]:
+    """Returns (kind, unit or "", bytes) of the memory at the peak, largest first."""
+    given_leaves: dict[str, dict[str, int]] = defaultdict(lambda: defaultdict(int))
+    for leaf in rank_plan.leaves:
+        given_leaves[leaf.kind][unit_of(leaf)] += leaf.bytes
     sizes: dict[tuple[str, str], int] = defaultdict(int)
-    left: dict[str, int] = defaultdict(int)  # of what the step was given
-    for held in own.alive():
-        if held.op:
-            sizes[held.kind, held.unit] += held.bytes
+    # What the step was given has no operator that tells its unit: leaves tell it.
+    given_sizes: dict[str, int] = defaultdict(int)
+    for storage in rank_plan.alive():
+        if storage.op:
+            sizes[storage.kind, storage.unit] += storage.bytes
         else:
-            left[held.kind] += held.bytes
-    for kind, size in left.items():
-        units = given[kind]
-        if sum(units.values()) != size:  # some are gone by then, of whatever units
+            given_sizes[storage.kind] += storage.bytes
+    for kind, size in given_sizes.items():
+        units = given_leaves[kind]
+        # Some of it is freed by then, and nothing tells of which units.
+        if sum(units.values()) != size:
             units = {"": size}
         for unit, n in units.items():
             sizes[kind, unit] += n
     keyed = [(unit, kind, (kind, size)) for (kind, unit), size in sizes.items() if size]
-    found = [
+    groups = [
         (rows[0][0], name_group(names), sum(size for _, size in rows))
         for names, rows in group_alike(keyed)
     ]
-    return sorted(found, key=lambda row: -row[2])
+    return sorted(groups, key=lambda row: -row[2])
 
 
-def peak_words(own: RankPlan) -> str:
-    """The moment of most memory: ``in the backward of block, by aten.mm``."""
-    event = own.events[own.peak_event] if own.events else None
+def peak_words(rank_plan: RankPlan) -> str:
+    """Describes the moment of most memory: ``in the backward of block, by aten.mm``."""
+    event = rank_plan.events[rank_plan.peak_event] if rank_plan.events else None
     if isinstance(event, Allocated) and event.op:
-        return f"in {_turn(event.unit, event.phase)}, by {_operator(event.op)}"
+        return f"in {_phase_words(event.unit, event.phase)}, by {_operator(event.op)}"
     if isinstance(event, Ran):
-        return f"in {_turn(event.unit, event.phase)}"
+        return f"in {_phase_words(event.unit, event.phase)}"
     return "before anything runs" if event is not None else ""
 
 
-def _turn(unit: str, phase: str) -> str:
-    """``the backward of block``."""
+def _phase_words(unit: str, phase: str) -> str:
+    """Returns ``the backward of block``."""
     return f"the {phase or 'step'}" + (f" of {unit}" if unit else "")
 
 
 def _operator(op: str) -> str:
-    """Without the overload, which says nothing to a reader."""
+    """Returns an operator's name without the overload, which tells a reader nothing."""
     return ".".join(op.split(".")[:2])
 
 
-def alive_table(own: RankPlan) -> Table:
-    """The largest groups of what is held at the peak."""
+def alive_table(rank_plan: RankPlan) -> Table:
+    """Returns the table of the largest groups of storages at the peak."""
     sizes: dict[tuple[str, str, str, str], list[int]] = defaultdict(list)
-    for held in own.alive():
-        sizes[held.kind, held.op, held.unit, held.phase].append(held.bytes)
+    for storage in rank_plan.alive():
+        key = storage.kind, storage.op, storage.unit, storage.phase
+        sizes[key].append(storage.bytes)
 
     keyed = [
-        (unit, (kind, op, phase), ((kind, op, phase), numbers))
-        for (kind, op, unit, phase), numbers in sizes.items()
+        (unit, (kind, op, phase), ((kind, op, phase), nbytes))
+        for (kind, op, unit, phase), nbytes in sizes.items()
     ]
-    found: list[tuple[int, tuple[str, ...]]] = []
+    rows: list[tuple[int, tuple[str, ...]]] = []
     for names, groups in group_alike(keyed):
         kind, op, phase = groups[0][0]
-        total = sum(sum(numbers) for _, numbers in groups)
-        by = _operator(op) if op else _GIVEN
+        total = sum(sum(nbytes) for _, nbytes in groups)
+        taken_by = _operator(op) if op else _GIVEN_TO_STEP
         unit = common_name(names) or (OUTSIDE_UNITS if op else "")
-        count = str(sum(len(numbers) for _, numbers in groups))
-        share = of_share(total, own.peak_bytes)
-        row = (kind, unit, by, phase, count, of_bytes(total), share)
-        found.append((total, row))
-    found.sort(key=lambda row: -row[0])
+        count = str(sum(len(nbytes) for _, nbytes in groups))
+        share = of_share(total, rank_plan.peak_bytes)
+        row = (kind, unit, taken_by, phase, count, of_bytes(total), share)
+        rows.append((total, row))
+    rows.sort(key=lambda row: -row[0])
     head = ("<kind", "<unit", "<taken by", "<phase", ">tensors", ">bytes", ">share")
     title = "what is held then, largest first"
-    return Table(title, head, [row for _, row in found], most=10)
+    return Table(title, head, [row for _, row in rows], most=10)
 
 
-Held = tuple[int, ...]  # bytes of each of KINDS
+BytesByKind: TypeAlias = tuple[int, ...]  # bytes of each of KINDS
 
 
 @dataclass(frozen=True)
 class Curve:
-    """The memory that a rank holds while its operators run.
+    """The memory that a rank holds over a step.
+
+    Positions are counted in operators that ran, or in seconds if ``timed``.
 
     Args:
-        points: (operators that ran before, bytes of each of ``KINDS`` from then on).
-        turns: what ran when, in operators: those of one unit and phase are a span.
-        length: operators in all.
+        points: (position, bytes of each of ``KINDS`` from there on).
+        phases: what ran when: operators of one unit and phase are a span.
+        length: the position of the step's end.
         peak: the point at which most is held.
-        given: what is held before the step begins.
-        timed: whether all this is in seconds, in place of operators.
+        at_start: the bytes before the step begins.
+        timed: whether positions are seconds.
     """
 
-    points: tuple[tuple[float, Held], ...]
-    turns: Lane
+    points: tuple[tuple[float, BytesByKind], ...]
+    phases: Lane
     length: float
-    peak: tuple[float, Held]
-    given: Held
+    peak: tuple[float, BytesByKind]
+    at_start: BytesByKind
     timed: bool = False
 
     @cached_property
-    def most(self) -> Held:
-        """The most bytes of each kind at any time."""
-        held = [held for _, held in self.points] or [self.given]
-        return tuple(map(max, zip(*held, strict=True)))
+    def most(self) -> BytesByKind:
+        """The most bytes of each kind at any time; kinds peak at different times."""
+        sizes = [size for _, size in self.points] or [self.at_start]
+        return tuple(map(max, zip(*sizes, strict=True)))
 
-    def columns(self, count: int) -> list[Held]:
-        """The highest moment of each of ``count`` equal parts of the step."""
-        tops: list[Held] = [(0,) * len(KINDS)] * count
-        ends = [*(at for at, _ in self.points[1:]), self.length]
-        for (at, held), until in zip(self.points, ends, strict=False):
-            size = sum(held)
-            for column in range(self._column(at, count), self._last(at, until, count)):
-                if size > sum(tops[column]):
-                    tops[column] = held
-        return tops
+    def columns(self, count: int) -> list[BytesByKind]:
+        """Returns the highest moment of each of ``count`` equal parts of the step."""
+        highest: list[BytesByKind] = [(0,) * len(KINDS)] * count
+        ends = [*(position for position, _ in self.points[1:]), self.length]
+        for (start, sizes), end in zip(self.points, ends, strict=False):
+            total = sum(sizes)
+            first, stop = self._column(start, count), self._stop(start, end, count)
+            # Of a column the highest moment: a short peak would be lost in a mean.
+            for column in range(first, stop):
+                if total > sum(highest[column]):
+                    highest[column] = sizes
+        return highest
 
     def peak_column(self, count: int) -> int:
-        """The column of the peak."""
+        """Returns the column of the peak."""
         return self._column(self.peak[0], count)
 
-    def _column(self, at: float, count: int) -> int:
-        return min(int(at * count / self.length), count - 1) if self.length else 0
+    def _column(self, position: float, count: int) -> int:
+        return min(int(position * count / self.length), count - 1) if self.length else 0
 
-    def _last(self, at: float, until: float, count: int) -> int:
-        """One past the last column that [at, until) reaches, its first at least."""
-        if not self.length:  # nothing runs, and what is held is held all along
+    def _stop(self, start: float, end: float, count: int) -> int:
+        """Returns one past the last column that [start, end) reaches.
+
+        It reaches its first at least, so that a short peak is shown.
+        """
+        if not self.length:  # nothing runs: what is there is there all along
             return count
-        reached = math.ceil(until * count / self.length)
-        return min(max(reached, self._column(at, count) + 1), count)
+        stop = math.ceil(end * count / self.length)
+        return min(max(stop, self._column(start, count) + 1), count)
 
 
-def curve_of(own: RankPlan, spans: Sequence[Span] | None = None) -> Curve:
-    """The curve of a rank's plan: by operators, or over time where spans are given.
+def curve_of(rank_plan: RankPlan, spans: Sequence[Span] | None = None) -> Curve:
+    """Makes the curve of a rank's plan: by operators, or over time if spans are given.
 
     Args:
         spans: of an estimate of the plan.
@@ -177,87 +193,92 @@ def curve_of(own: RankPlan, spans: Sequence[Span] | None = None) -> Curve:
     Raises:
         ValueError: spans of another plan.
     """
-    rows = iter(own.memory)
+    rows = iter(rank_plan.memory)
     row = next(rows, None)
-    points: list[tuple[int, Held]] = []
-    turns: list[Span] = []
-    ran, held = 0, (0,) * len(KINDS)
-    peak, given = (0, held), held
+    points: list[tuple[int, BytesByKind]] = []
+    phases: list[Span] = []
+    ran, sizes = 0, (0,) * len(KINDS)
+    peak, at_start = (0, sizes), sizes
 
-    def put(at: int, what: Held) -> None:
+    def add_point(position: int, sizes: BytesByKind) -> None:
         nonlocal peak
-        points.append((at, what))
-        if sum(what) > sum(peak[1]):
-            peak = (at, what)
+        points.append((position, sizes))
+        if sum(sizes) > sum(peak[1]):
+            peak = (position, sizes)
 
-    begins = True  # what a step closes over is noted later, when it is read
-    for number, event in enumerate(own.events):
-        begins = begins and isinstance(event, Allocated) and not event.op
+    # What the step is given comes first. What it closes over is noted when it is read:
+    # that is not counted as there before the step.
+    is_start = True
+    for number, event in enumerate(rank_plan.events):
+        is_start = is_start and isinstance(event, Allocated) and not event.op
         if row is not None and row[0] == number:
-            held = row[1]
-            put(ran, held)
-            given = held if begins else given
+            sizes = row[1]
+            add_point(ran, sizes)
+            at_start = sizes if is_start else at_start
             row = next(rows, None)
         if isinstance(event, Ran):
-            before, ran = ran, ran + 1
+            start, ran = ran, ran + 1
             unit, phase = event.unit, event.phase
-            if turns and (turns[-1].unit, turns[-1].phase) == (unit, phase):
-                before = turns.pop().start
-            turns.append(Span(own.rank, COMPUTE, unit, unit, phase, before, ran))
-    lane = Lane(own.rank, COMPUTE, tuple(turns))
-    curve = Curve(tuple(points), lane, ran, peak, given)
+            # Consecutive operators of one unit and phase are one span.
+            if phases and (phases[-1].unit, phases[-1].phase) == (unit, phase):
+                start = phases.pop().start
+            phases.append(Span(rank_plan.rank, COMPUTE, unit, unit, phase, start, ran))
+    lane = Lane(rank_plan.rank, COMPUTE, tuple(phases))
+    curve = Curve(tuple(points), lane, ran, peak, at_start)
     if spans is None:
         return curve
-    computed = [s for s in spans if s.rank == own.rank and s.stream == COMPUTE]
-    if turns and not computed:
-        raise ValueError(f"the estimate is of another plan, without rank {own.rank}")
-    clock = _clock_of(curve, computed)
+    computed = [s for s in spans if s.rank == rank_plan.rank and s.stream == COMPUTE]
+    if phases and not computed:
+        raise ValueError(
+            f"the estimate is of another plan, without rank {rank_plan.rank}"
+        )
+    time_of = _clock_of(curve, computed)
     return replace(
         curve,
-        points=tuple((clock(at), held) for at, held in points),
-        turns=replace(lane, spans=tuple(computed)),
+        points=tuple((time_of(ran), sizes) for ran, sizes in points),
+        phases=replace(lane, spans=tuple(computed)),
         length=max((s.end for s in spans), default=0.0),
-        peak=(clock(peak[0]), peak[1]),
+        peak=(time_of(peak[0]), peak[1]),
         timed=True,
     )
 
 
 def _clock_of(curve: Curve, spans: Sequence[Span]) -> Callable[[int], float]:
-    """Times at which operators of a curve have run, by the spans they are part of.
+    """Returns a function from operators that ran to the time at which they have.
 
-    A turn is one span, or several where it waited; within it, operators are taken to
-    be equally long.
+    A phase of the curve is one span of the estimate, or several if it waited. Within
+    it, operators are taken to be equally long.
 
     Args:
         spans: what the curve's rank computes, in order.
     """
-    merged: list[tuple[tuple[str, str], float, float]] = []
+    merged: list[tuple[tuple[str, str], float, float]] = []  # (unit, phase), start, end
     for s in spans:
-        what, start = (s.unit, s.phase), s.start
-        if merged and merged[-1][0] == what:
+        key, start = (s.unit, s.phase), s.start
+        if merged and merged[-1][0] == key:
             _, start, _ = merged.pop()
-        merged.append((what, start, s.end))
-    ends = [turn.end for turn in curve.turns.spans]
-    times: list[tuple[float, float]] = []
-    place, now = 0, 0.0
-    for turn in curve.turns.spans:
-        # Taking memory may be a span of its own, without operators.
-        for i in range(place, len(merged)):
-            what, start, end = merged[i]
-            if what == (turn.unit, turn.phase):
-                place, now = i + 1, end
+        merged.append((key, start, s.end))
+    ends = [phase.end for phase in curve.phases.spans]
+    times: list[tuple[float, float]] = []  # of each phase of the curve
+    next_span, time = 0, 0.0
+    for phase in curve.phases.spans:
+        # Spans without operators, such as one that takes memory, are passed over.
+        for i in range(next_span, len(merged)):
+            key, start, end = merged[i]
+            if key == (phase.unit, phase.phase):
+                next_span, time = i + 1, end
                 times.append((start, end))
                 break
         else:
-            times.append((now, now))
+            times.append((time, time))
     last = spans[-1].end if spans else 0.0
 
-    def clock(at: int) -> float:
-        i = bisect_left(ends, at)
+    def time_of(ran: int) -> float:
+        i = bisect_left(ends, ran)
         if i == len(ends):
             return last
-        turn, (start, end) = curve.turns.spans[i], times[i]
-        share = max(at - turn.start, 0) / (turn.end - turn.start)
-        return min(start + share * (end - start), end)  # but for rounding
+        phase, (start, end) = curve.phases.spans[i], times[i]
+        share = max(ran - phase.start, 0) / (phase.end - phase.start)
+        return min(start + share * (end - start), end)  # rounding may exceed it
 
-    return clock
+    return time_of

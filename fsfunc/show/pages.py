@@ -1,8 +1,12 @@
 """``html``: a plan as one page that any browser opens, to hover over.
 
-All places in its charts are shares of their width, so that they fit any page and can be
-widened. A label is shown where its bar has room for it, by rules of the page's style
-that ask for the bar's width: nothing runs in the browser.
+`html` puts the page together: `Sheet` draws rows of bars and memory over one axis of
+time, `_layouts` the grids of parameters, `_report` the tables.
+
+All positions in its charts are shares of their width, so that they fit any page and can
+be widened. A label is shown if its bar has room for it, by rules of the page's style
+that ask for the bar's width (container queries): nothing runs in the browser but the
+slider that widens the page.
 """
 
 from __future__ import annotations
@@ -28,9 +32,10 @@ from fsfunc.show.shardings import LeafPicture, of_ranks
 from fsfunc.show.stream_charts import StreamChart, streams
 
 WIDEST = 60  # times the page's width: how far a chart can be widened
-COLUMNS = 600  # of the memory, one to hover over each
-_LETTER, _PADDING, _PAGE = 6.7, 6, 1500  # pixels of a label, of a wide page
-_TICKS = {0: 5, 800: 12, 2400: 36, 8000: 120}  # how many on an axis so many pixels wide
+COLUMNS = 600  # of the memory's chart, one to hover over each
+_LETTER, _PADDING = 6.7, 6  # pixels of a label: of each letter, and around it
+_PAGE = 1500  # pixels of a wide page
+_TICKS = {0: 5, 800: 12, 2400: 36, 8000: 120}  # by an axis' pixels, how many marks
 STYLE = """
 .time { min-width: 100% }
 .row { display: grid; grid-template-columns: 76px 1fr; padding-right: 54px;
@@ -68,25 +73,30 @@ STYLE = """
 class Sheet:
     """A chart's time axis, and the style of what has been drawn over it so far."""
 
-    def __init__(self, start: float, end: float, say: Callable[[float], str]):
+    start: float
+    end: float
+
+    def __init__(self, start: float, end: float, format_value: Callable[[float], str]):
         self.start, self.end = start, end
         self.looks: dict[tuple[str, str], str] = {}  # (colour, ink) -> class
-        self.rooms: set[tuple[int, int]] = set()
+        # (letters of a label, letters of the next longer one of its bar or 0).
+        self.label_sizes: set[tuple[int, int]] = set()
         self.ticks: list[Tick] = []
         if end > start:
-            self.ticks = ticks(end, say, tuple(_TICKS.values()), start)
+            self.ticks = ticks(end, format_value, tuple(_TICKS.values()), start)
 
     def style(self) -> str:
-        """The rules that the page needs for what was drawn."""
-        first = [tick.value for tick in self.ticks if not tick.level][:2]
-        grid = self._share(first[1] - first[0]) if len(first) > 1 else 100.0
+        """Returns the rules that the page needs for what was drawn."""
+        first_two = [tick.value for tick in self.ticks if not tick.level][:2]
+        grid = self._share(first_two[1] - first_two[0]) if len(first_two) > 1 else 100.0
         rules = [STYLE, f":root {{ --grid: {grid:.4f}% 100% }}"]
         for (color, ink), name in self.looks.items():
             rules.append(f".{name} {{ background: {color}; color: {ink} }}")
-        for low, high in sorted(self.rooms):
-            least = f"(min-width: {_pixels(low)}px)"
-            most = f" and (max-width: {_pixels(high) - 0.01:.2f}px)" if high else ""
-            rule = f".lane .w{low}-{high} {{ display: inline }}"
+        # A label is shown in bars that have room for it, and none for the longer one.
+        for letters, longer in sorted(self.label_sizes):
+            least = f"(min-width: {_pixels(letters)}px)"
+            most = f" and (max-width: {_pixels(longer) - 0.01:.2f}px)" if longer else ""
+            rule = f".lane .w{letters}-{longer} {{ display: inline }}"
             rules.append(f"@container {least}{most} {{ {rule} }}")
         for level, width in enumerate(_TICKS):
             rule = f".axis .t{level} {{ display: inline }}"
@@ -94,11 +104,11 @@ class Sheet:
         return "\n".join(rules)
 
     def _share(self, time: float) -> float:
-        """A length of time, in per cent of the width."""
+        """Returns a length of time in per cent of the width."""
         return 100 * time / (self.end - self.start)
 
     def row(self, row: Row) -> Iterator[str]:
-        """Yield a row of bars, its name left of it."""
+        """Yields a row of bars, its name left of it."""
         plain = "" if len(row.bars) < _PAGE / 4 else " plain"
         yield f'<div class="row"><div class="key">{text(row.short)}</div>'
         yield f'<div class="lane{plain}">'
@@ -108,29 +118,30 @@ class Sheet:
     def _bar(self, bar: Bar) -> str:
         left, width = self._share(bar.start - self.start), bar.end - bar.start
         look = self.looks.setdefault((bar.color, bar.ink), f"c{len(self.looks)}")
-        where = f"left:{left:.3f}%;width:{self._share(width):.3f}%"
-        most = WIDEST * _PAGE * self._share(width) / 100
-        said, longer = [], 0
+        position = f"left:{left:.3f}%;width:{self._share(width):.3f}%"
+        # Labels without room on the widest page are not in the file.
+        widest = WIDEST * _PAGE * self._share(width) / 100
+        labels, longer = list[str](), 0
         for label in bar.labels:
-            room = len(label)
-            if label and _pixels(room) <= most:
-                self.rooms.add((room, longer))
-                said.append(f'<span class="w{room}-{longer}">{text(label)}</span>')
-                longer = room
-        about = f'class="{look}" style="{where}" title="{text(bar.words)}"'
-        return f"<i {about}>{''.join(said)}</i>"
+            letters = len(label)
+            if label and _pixels(letters) <= widest:
+                self.label_sizes.add((letters, longer))
+                labels.append(f'<span class="w{letters}-{longer}">{text(label)}</span>')
+                longer = letters
+        attributes = f'class="{look}" style="{position}" title="{text(bar.words)}"'
+        return f"<i {attributes}>{''.join(labels)}</i>"
 
     def axis(self) -> Iterator[str]:
-        """Yield the marks of time."""
+        """Yields the marks of time."""
         yield '<div class="row"><div class="key"></div><div class="axis">'
         for tick in self.ticks:
             left = self._share(tick.value - self.start)
-            how = f'class="t{tick.level}" style="left:{left:.3f}%"'
-            yield f"<span {how}>{text(tick.text)}</span>"
+            attributes = f'class="t{tick.level}" style="left:{left:.3f}%"'
+            yield f"<span {attributes}>{text(tick.text)}</span>"
         yield "</div></div>"
 
     def memory(self, chart: MemoryChart, top: int) -> Iterator[str]:
-        """Yield a rank's memory as stacked areas, with what each moment holds.
+        """Yields a rank's memory as stacked areas, with words for each moment.
 
         Args:
             top: bytes at the upper edge, one for all charts of a page.
@@ -139,24 +150,25 @@ class Sheet:
         columns = curve.columns(COLUMNS)
         sizes = [tick for tick in ticks(top, of_bytes, (4,)) if tick.value <= top]
         yield '<div class="row"><div class="sizes">'
-        places = [f'style="bottom:{100 * tick.value / top:.2f}%"' for tick in sizes]
-        for tick, place in zip(sizes, places, strict=True):
-            yield f"<span {place}>{tick.text}</span>"
+        heights = [f'style="bottom:{100 * tick.value / top:.2f}%"' for tick in sizes]
+        for tick, height in zip(sizes, heights, strict=True):
+            yield f"<span {height}>{tick.text}</span>"
         yield '</div><div class="area">'
-        yield from (f"<u {place}></u>" for place in places[1:])
+        yield from (f"<u {height}></u>" for height in heights[1:])
         yield f'<svg viewBox="0 0 {COLUMNS} 1000" preserveAspectRatio="none">'
         for look, below, above in chart.areas(columns):
             yield f'<path fill="{look.color}" d="{outline(below, above, top)}"/>'
+        # An invisible rectangle over each run of equal columns has the words.
         start = 0
-        for x, held in enumerate(columns):
-            if x + 1 < COLUMNS and columns[x + 1] == held:
+        for x, column in enumerate(columns):
+            if x + 1 < COLUMNS and columns[x + 1] == column:
                 continue
             each = (
-                f"{look.title} {of_bytes(held[KINDS.index(look.title)])}"
-                for look, *_ in chart.areas([held])
+                f"{look.title} {of_bytes(column[KINDS.index(look.title)])}"
+                for look, *_ in chart.areas([column])
             )
-            when = chart.moment(start * curve.length / COLUMNS)
-            words = text(f"{when}: {of_bytes(sum(held))}: {', '.join(each)}")
+            when = chart.describe_position(start * curve.length / COLUMNS)
+            words = text(f"{when}: {of_bytes(sum(column))}: {', '.join(each)}")
             shape = f'x="{start}" width="{x + 1 - start}" height="1000"'
             yield f'<rect {shape} fill-opacity="0"><title>{words}</title></rect>'
             start = x + 1
@@ -164,21 +176,21 @@ class Sheet:
 
 
 def text(words: str) -> str:
-    """Words as HTML, with escapes for letters that would not be seen."""
+    """Returns words as HTML, with escapes for letters that would not be seen."""
     return escape(visible(words))
 
 
-def marks(looks: Iterable[Look]) -> str:
-    """The legend of looks."""
-    said = (
+def legend_html(looks: Iterable[Look]) -> str:
+    """Returns the legend of looks."""
+    entries = (
         f'<span><i style="background:{look.color}"></i>{text(look.title)}</span> '
         for look in looks
     )
-    return f'<p class="marks">{"".join(said)}</p>'
+    return f'<p class="marks">{"".join(entries)}</p>'
 
 
 def _pixels(letters: int) -> float:
-    """The width of a label."""
+    """Returns the width of a label."""
     return round(_LETTER * letters + _PADDING, 2)
 
 
@@ -219,7 +231,7 @@ def html(
     title: str = "",
     path: str | PathLike[str] | None = None,
 ) -> str:
-    """One page with all of a plan: its times, memory, layouts and tables.
+    """Returns one page with all of a plan: its times, memory, layouts and tables.
 
     A file by itself: it loads nothing, and is well-formed XML. Every span of the
     estimate is there once (a message where it is sent); what one points at says
@@ -243,8 +255,8 @@ def html(
     True
     """
     plans.check_plan(plan)
-    where = of_axes(plan.mesh.axes) or "one device"
-    title = title or f"{plan.step or 'a step'} on {where}"
+    mesh = of_axes(plan.mesh.axes) or "one device"
+    title = title or f"{plan.step or 'a step'} on {mesh}"
     tables = list[str]()
     if estimate is not None:
         tables += _report(estimates.estimate(estimate, plan, hardware))
@@ -252,22 +264,23 @@ def html(
     page = [f"<h1>{text(title)}</h1>", facts, *tables]
     chart = None
     if estimate is not None and estimate.spans:
-        chart = streams(estimate, ranks=[own.rank for own in plan.ranks])
-    drawn, style = _over_time(plan, estimate, chart)
-    page += [*drawn, "<h2>layouts</h2>", *_layouts(plan), "<h2>tables</h2>"]
-    for own in plan.ranks:
-        page += [f"<details><summary>all of {text(_rank(plan, own))}</summary>"]
-        page += [*_report(plans.plan(plan, own.rank)), "</details>"]
+        chart = streams(estimate, ranks=[p.rank for p in plan.ranks])
+    # The style's rules are known once all is drawn.
+    charts, style = _over_time(plan, estimate, chart)
+    page += [*charts, "<h2>layouts</h2>", *_layouts(plan), "<h2>tables</h2>"]
+    for rank_plan in plan.ranks:
+        page += [f"<details><summary>all of {text(_rank(plan, rank_plan))}</summary>"]
+        page += [*_report(plans.plan(plan, rank_plan.rank)), "</details>"]
     head = _HEAD.format(title=text(title), style=style)
-    written = "\n".join([head, *page, "</body></html>\n"])
+    file = "\n".join([head, *page, "</body></html>\n"])
     if path is not None:
-        Path(path).write_text(written, encoding="utf-8")
-    return written
+        Path(path).write_text(file, encoding="utf-8")
+    return file
 
 
 def _facts(plan: Plan, estimate: Estimate | None) -> str:
-    """The model, what a rank is given of the batch, and the devices."""
-    leaves = {leaf.path: leaf for own in plan.ranks for leaf in own.leaves}
+    """Describes the model, a rank's part of the batch, and the devices."""
+    leaves = {leaf.path: leaf for p in plan.ranks for leaf in p.leaves}
     model = [leaf for leaf in leaves.values() if leaf.kind == "parameters"]
     batch = [x for x in leaves.values() if x.path.partition("/")[0] == "batch"]
     facts = []
@@ -275,65 +288,77 @@ def _facts(plan: Plan, estimate: Estimate | None) -> str:
         numbers = of_count(sum(map(plans.numel, model)))
         facts.append(f"{numbers} parameters in {len(model)} tensors")
     if batch:
-        given = ", ".join(describe_tensor(x.shape, x.dtype) for x in batch[:_GIVEN])
-        more = f" and {len(batch) - _GIVEN} more" if len(batch) > _GIVEN else ""
-        facts.append(f"batch of a rank {given}{more}")
+        named = ", ".join(
+            describe_tensor(x.shape, x.dtype) for x in batch[:_NAMED_TENSORS]
+        )
+        unnamed = len(batch) - _NAMED_TENSORS
+        others = f" and {unnamed} more" if unnamed > 0 else ""
+        facts.append(f"batch of a rank {named}{others}")
     ranks = f"{plan.mesh.size} ranks" if plan.mesh.size > 1 else "1 rank"
     facts.append(ranks + (f" on {estimate.hardware}" if estimate is not None else ""))
     return ", ".join(facts)
 
 
-_GIVEN = 3  # tensors of a batch that the title names
+_NAMED_TENSORS = 3  # tensors of a batch that the title names
 
 
-def _rank(plan: Plan, own: RankPlan) -> str:
-    """``rank 0 ×16, pipe=0``: of ranks that run different programs, where it is."""
-    alike = f" ×{own.alike}" if own.alike > 1 else ""
-    at = "".join(f", {axis}={own.coordinates[axis]}" for axis in plan.differing_axes)
-    return f"rank {own.rank}{alike}{at}"
+def _rank(plan: Plan, rank_plan: RankPlan) -> str:
+    """Returns ``rank 0 ×16, pipe=0``: the rank, how many are alike, where it is.
+
+    That is along the axes whose ranks run different programs.
+    """
+    alike = f" ×{rank_plan.alike}" if rank_plan.alike > 1 else ""
+    position = "".join(
+        f", {axis}={rank_plan.coordinates[axis]}" for axis in plan.differing_axes
+    )
+    return f"rank {rank_plan.rank}{alike}{position}"
 
 
 def _over_time(
     plan: Plan, estimate: Estimate | None, chart: StreamChart | None
 ) -> tuple[list[str], str]:
-    """The streams and the memory of all ranks over one axis, and their style."""
-    held = {
-        own.rank: memory(plan, own.rank, estimate=estimate)
-        for own in plan.ranks
-        if own.peak_bytes
+    """Draws the streams and the memory of all ranks over one axis.
+
+    Returns the page's lines, and their style.
+    """
+    memory_charts = {
+        rank_plan.rank: memory(plan, rank_plan.rank, estimate=estimate)
+        for rank_plan in plan.ranks
+        if rank_plan.peak_bytes
     }
     timed = chart is not None
-    end = max((one.curve.length for one in held.values()), default=0.0)
+    end = max((c.curve.length for c in memory_charts.values()), default=0.0)
     start, end = (chart.start, chart.end) if chart is not None else (0.0, end)
-    say = chart.say_time if chart is not None else lambda at: f"{at:.0f}"
-    sheet = Sheet(start, end, say)
+    format_value = chart.format_time if chart is not None else lambda n: f"{n:.0f}"
+    sheet = Sheet(start, end, format_value)
     page = [f"<h2>over {'time' if timed else 'operators'}</h2>"]
-    if not timed and not held:
+    if not timed and not memory_charts:
         return [], sheet.style()
-    page += [_ZOOM, *([marks(chart.looks())] if chart is not None else [])]
-    kinds = {kind for one in held.values() for kind in one.kinds}
-    if held:
-        page.append(marks(look for kind, look in MEMORY.items() if kind in kinds))
+    page += [_ZOOM, *([legend_html(chart.looks())] if chart is not None else [])]
+    kinds = {kind for c in memory_charts.values() for kind in c.kinds}
+    if memory_charts:
+        page.append(legend_html(look for kind, look in MEMORY.items() if kind in kinds))
     page.append('<div class="scroll"><div class="time" id="time">')
-    top = round(1.02 * max((own.peak_bytes for own in plan.ranks), default=0))
-    for own in plan.ranks:
-        page.append(f"<h3>{text(_rank(plan, own))}</h3>")
+    # One scale for all ranks, so that their memory can be compared.
+    top = round(1.02 * max((p.peak_bytes for p in plan.ranks), default=0))
+    for rank_plan in plan.ranks:
+        page.append(f"<h3>{text(_rank(plan, rank_plan))}</h3>")
         if chart is not None:
-            for row in chart.rows_of(own.rank):
+            for row in chart.rows_of(rank_plan.rank):
                 page += sheet.row(row)
-        if (one := held.get(own.rank)) is not None:
-            page += sheet.memory(one, top)
+        if (memory_chart := memory_charts.get(rank_plan.rank)) is not None:
+            page += sheet.memory(memory_chart, top)
         page += sheet.axis()
-        if one is not None:
-            page += _peak(one)
+        if memory_chart is not None:
+            page += _peak(memory_chart)
     if chart is not None and chart.late:
-        page.append(f"<p>{text(chart.said_late)}</p>")
+        page.append(f"<p>{text(chart.late_note)}</p>")
     return [*page, "</div></div>"], sheet.style()
 
 
 def _peak(chart: MemoryChart) -> Iterator[str]:
-    """What a rank's memory is when most is held."""
-    parts = "; ".join(words for _, words in chart.said())
+    """Yields a paragraph on the peak of a rank's memory."""
+    parts = "; ".join(words for _, words in chart.peak_parts())
     yield f'<p>{text(chart.title)}<br/><span class="faint">{text(parts)}</span></p>'
 
 
@@ -350,7 +375,7 @@ def _table(table: Table) -> Iterator[str]:
 
     def row(cells: Iterable[str], tag: str) -> str:
         pairs = zip(cells, classes, strict=True)
-        return "".join(f"<{tag} {how}>{text(cell)}</{tag}>" for cell, how in pairs)
+        return "".join(f"<{tag} {cls}>{text(cell)}</{tag}>" for cell, cls in pairs)
 
     yield f'<div class="wide"><table><caption>{text(table.title)}</caption>'
     yield f"<tr>{row((name[1:] for name in table.head), 'th')}</tr>"
@@ -359,18 +384,21 @@ def _table(table: Table) -> Iterator[str]:
 
 
 def _layouts(plan: Plan) -> Iterator[str]:
-    """The grid of each parameter; of those that differ in a number alone, the first."""
-    seen: set[str] = set()
-    for own in plan.ranks:
-        for names, leaves in plans.parameter_groups(own):
-            if leaves[0].layout is not None and not seen & set(names):
+    """Yields the grid of each parameter, of equal layers' only the first.
+
+    Ranks of different programs may have the same parameters.
+    """
+    drawn: set[str] = set()
+    for rank_plan in plan.ranks:
+        for names, leaves in plans.parameter_groups(rank_plan):
+            if leaves[0].layout is not None and not drawn & set(names):
                 yield '<div class="leaf">'
                 yield from (*_leaf(plan, names, leaves), "</div>")
-            seen.update(names)
+            drawn.update(names)
 
 
 def _leaf(plan: Plan, names: list[str], leaves: list[PlannedLeaf]) -> Iterator[str]:
-    """Equal leaves: who owns which of them, and who holds the cells of the first."""
+    """Yields equal leaves: their layouts, and who holds the parts of the first."""
     first = leaves[0].layout
     assert first is not None, "the caller leaves out leaves without a layout"
     keyed = [
@@ -378,19 +406,19 @@ def _leaf(plan: Plan, names: list[str], leaves: list[PlannedLeaf]) -> Iterator[s
         for name, leaf in zip(names, leaves, strict=True)
         if leaf.layout is not None
     ]
-    layouts = {name: said for name, said, _ in keyed}
-    groups = [found for found, _ in group_alike(keyed)]
+    layouts = {name: layout for name, layout, _ in keyed}
+    groups = [group_names for group_names, _ in group_alike(keyed)]
     yield f"{text(name_group(names))}: {describe_tensor(first.shape, first.dtype)}"
-    for found in groups:
-        which = f"{name_group(found)}: " if len(groups) > 1 else ""
-        yield f"<br/>{text(which + layouts[found[0]])}"
+    for group_names in groups:
+        prefix = f"{name_group(group_names)}: " if len(groups) > 1 else ""
+        yield f"<br/>{text(prefix + layouts[group_names[0]])}"
     if len(groups) > 1:
         yield f'<br/><span class="faint">the ranks of {text(names[0])}:</span>'
     yield from _grid(LeafPicture(first, plan.mesh, None, grid_of(first)))
 
 
 def _grid(picture: LeafPicture) -> Iterator[str]:
-    """A cell for each part, which names the ranks that hold it."""
+    """Yields a table with a cell for each part, which names the ranks that hold it."""
     grid = picture.grid
     if grid is None:
         yield "<details><summary>its parts</summary>"
@@ -402,8 +430,8 @@ def _grid(picture: LeafPicture) -> Iterator[str]:
         yield "<tr>"
         for columns, key in zip(pairwise(grid.columns), keys, strict=True):
             ranks = of_ranks(picture.holders(key))
-            said = f"rows {rows[0]}:{rows[1]}, columns {columns[0]}:{columns[1]}"
-            yield f'<td style="background:{colors[key]}" title="{said}: rank {ranks}">'
+            cell = f"rows {rows[0]}:{rows[1]}, columns {columns[0]}:{columns[1]}"
+            yield f'<td style="background:{colors[key]}" title="{cell}: rank {ranks}">'
             yield f"{ranks}</td>"
         yield "</tr>"
     yield "</table></div>"

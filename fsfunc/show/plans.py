@@ -1,4 +1,8 @@
-"""``plan``: what a step will do, as tables."""
+"""``plan``: what a step will do, as tables.
+
+Each table is a function of one rank's plan. Rows of layers that differ in a number
+alone are one row (`alike`, `counted` of `printing.folding`).
+"""
 
 from __future__ import annotations
 
@@ -7,7 +11,6 @@ import os
 from collections import defaultdict
 from fractions import Fraction
 from pathlib import Path
-from typing import Any
 
 from fsfunc.comm.ledgers import Record
 from fsfunc.planning.events import PHASES
@@ -20,7 +23,7 @@ from fsfunc.show.memory_curves import OUTSIDE_UNITS, alive_table, kinds_table, u
 
 
 def plan(plan: Plan, rank: int | None = None) -> Report:
-    """The tables of a plan: units, collectives, parameters, state, and memory.
+    """Shows the tables of a plan: units, collectives, parameters, state, and memory.
 
     Bytes and FLOPs are those of one rank and one step; 1 GB is 10^9 bytes. Rows that
     differ in a number alone, as equal layers do, are one row: ``blocks/0-999/up``.
@@ -48,16 +51,16 @@ def plan(plan: Plan, rank: int | None = None) -> Report:
     rank 0 of data=8 and 7 more that run the same program
     2.00 GFLOP (forward 2.00 G), 0 B sent, at most 4.10 kB held
     """
-    chosen = check_plan(plan).on(rank)
-    parts: list[Table | str] = [_totals(plan, chosen, rank)]
+    rank_plan = check_plan(plan).on(rank)
+    parts: list[Table | str] = [_totals(plan, rank_plan, rank)]
     tables = [
         _programs(plan) if len(plan.ranks) > 1 else None,
-        _units(chosen),
-        _collectives(chosen),
-        _parameters(chosen),
-        _state(chosen),
-        kinds_table(chosen),
-        alive_table(chosen),
+        _units(rank_plan),
+        _collectives(rank_plan),
+        _parameters(rank_plan),
+        _state(rank_plan),
+        kinds_table(rank_plan),
+        alive_table(rank_plan),
     ]
     for table in tables:
         if table is not None and table.rows:
@@ -65,102 +68,105 @@ def plan(plan: Plan, rank: int | None = None) -> Report:
     return Report(tuple(parts))
 
 
-def _totals(plan: Plan, own: RankPlan, rank: int | None) -> str:
-    """The ranks of a program, and its figures in one line."""
-    shown = own.rank if rank is None else rank
+def _totals(plan: Plan, rank_plan: RankPlan, rank: int | None) -> str:
+    """Returns the ranks of a program, and its figures in one line."""
+    shown = rank_plan.rank if rank is None else rank
     first = f"rank {shown} of {of_axes(plan.mesh.axes) or 'one'}"
-    if own.alike > 1:
-        first += f" and {own.alike - 1} more that run the same program"
-    phases = [(p, own.flops(phase=p)) for p in _phases(own)]
-    split = ", ".join(f"{p} {of_count(n)}" for p, n in phases if n)
-    split = f" ({split})" if split else ""
-    sent = _sent(own) or "0 B sent"
-    held = f"at most {of_bytes(own.peak_bytes)} held"
-    return f"{first}\n{of_flops(own.flops())}{split}, {sent}, {held}"
+    if rank_plan.alike > 1:
+        first += f" and {rank_plan.alike - 1} more that run the same program"
+    phases = [(p, rank_plan.flops(phase=p)) for p in _phases(rank_plan)]
+    by_phase = ", ".join(f"{p} {of_count(n)}" for p, n in phases if n)
+    by_phase = f" ({by_phase})" if by_phase else ""
+    sent = _sent(rank_plan) or "0 B sent"
+    peak = f"at most {of_bytes(rank_plan.peak_bytes)} held"
+    return f"{first}\n{of_flops(rank_plan.flops())}{by_phase}, {sent}, {peak}"
 
 
-def _sent(own: RankPlan) -> str:
-    """The bytes that a rank sends over each axis: ``1.2 GB sent over data``."""
-    over: dict[str, Fraction] = defaultdict(Fraction)
-    for record in own.records:
-        over[",".join(record.axis)] += record.bytes
-    return ", ".join(f"{of_bytes(n)} sent over {axis}" for axis, n in over.items() if n)
+def _sent(rank_plan: RankPlan) -> str:
+    """Returns the bytes sent over each axis: ``1.2 GB sent over data``."""
+    sent: dict[str, Fraction] = defaultdict(Fraction)  # as shares of a gather are
+    for record in rank_plan.records:
+        sent[",".join(record.axis)] += record.bytes
+    return ", ".join(f"{of_bytes(n)} sent over {axis}" for axis, n in sent.items() if n)
 
 
-def _phases(own: RankPlan) -> list[str]:
-    """The phases in which something runs, in order."""
-    found = dict.fromkeys(phase for _, phase in own.work)
-    return [p for p in PHASES if p in found] + [p for p in found if p not in PHASES]
+def _phases(rank_plan: RankPlan) -> list[str]:
+    """Returns the phases in which something runs, in order."""
+    phases = dict.fromkeys(phase for _, phase in rank_plan.work)
+    return [p for p in PHASES if p in phases] + [p for p in phases if p not in PHASES]
 
 
 def _programs(plan: Plan) -> Table:
-    """One row for each distinct program."""
+    """Returns a table with a row for each distinct program."""
     rows = [
         (
-            str(own.rank),
-            str(own.alike),
-            " ".join(f"{axis}={at}" for axis, at in own.coordinates.items()),
-            of_bytes(own.peak_bytes),
-            of_count(own.flops()),
-            _sent(own) or "0 B",
+            str(rank_plan.rank),
+            str(rank_plan.alike),
+            " ".join(f"{axis}={i}" for axis, i in rank_plan.coordinates.items()),
+            of_bytes(rank_plan.peak_bytes),
+            of_count(rank_plan.flops()),
+            _sent(rank_plan) or "0 B",
         )
-        for own in plan.ranks
+        for rank_plan in plan.ranks
     ]
     head = ("<rank", ">ranks alike", "<at", ">peak", ">FLOP", "<sent")
     return Table("programs", head, rows)
 
 
-def _units(own: RankPlan) -> Table:
-    """One row for each unit: its parameters, and what it computes in each phase."""
-    phases = [p for p in _phases(own) if own.flops(phase=p)]
+def _units(rank_plan: RankPlan) -> Table:
+    """Returns a table of units: their parameters, and what they compute in phases."""
+    phases = [p for p in _phases(rank_plan) if rank_plan.flops(phase=p)]
     leaves: dict[str, list[PlannedLeaf]] = defaultdict(list)
-    for leaf in own.leaves:
+    for leaf in rank_plan.leaves:
         if leaf.kind == "parameters":
             leaves[unit_of(leaf)].append(leaf)
-    names = dict.fromkeys([u for u, _ in own.work] + list(leaves) + list(own.derived))
+    names = dict.fromkeys(
+        [u for u, _ in rank_plan.work] + list(leaves) + list(rank_plan.derived)
+    )
     flops: dict[tuple[str, str], int] = defaultdict(int)
     calls: dict[str, int] = defaultdict(int)
-    for (unit, phase), work in own.work.items():
+    for (unit, phase), work in rank_plan.work.items():
         flops[unit, phase] += work.flops
+        # The phases of one call of a unit, such as its backward, are no further calls.
         calls[unit] = max(calls[unit], work.calls)
 
     def figures(unit: str) -> tuple[int, ...]:
-        held = leaves[unit]
+        params = leaves[unit]
         return (
             calls[unit],
-            len(held),
-            sum(numel(leaf) for leaf in held),
-            sum(leaf.bytes for leaf in held),
+            len(params),
+            sum(numel(leaf) for leaf in params),
+            sum(leaf.bytes for leaf in params),
             *(flops[unit, p] for p in phases),
-            own.derived.get(unit, 0),
+            rank_plan.derived.get(unit, 0),
         )
 
     layouts = {u: "; ".join(dict.fromkeys(map(_layout_of, leaves[u]))) for u in names}
     rows = []
     keyed = [(unit, (figures(unit), layouts[unit]), unit) for unit in names]
-    for group, found in group_alike(keyed):
-        n, row = len(found), figures(found[0])
+    for group, units in group_alike(keyed):
+        n, row = len(units), figures(units[0])
         if not any(row):
             continue
         counts = [of_count(n * x) if x else "" for x in row[:3]]
         computed = [of_count(n * x) if x else "" for x in row[4:-1]]
-        held, kept = (of_bytes(n * x) if x else "" for x in (row[3], row[-1]))
+        size, derived = (of_bytes(n * x) if x else "" for x in (row[3], row[-1]))
         name = name_group(group, OUTSIDE_UNITS)
-        rows.append((name, *counts, layouts[found[0]], held, *computed, kept))
+        rows.append((name, *counts, layouts[units[0]], size, *computed, derived))
     head = ("<unit", ">calls", ">tensors", ">elements", "<layout", ">held here")
     head += (*(f">{p} FLOP" for p in phases), ">derived, a call")
     return _without_empty(Table("units", head, rows))
 
 
 def _without_empty(table: Table) -> Table:
-    """The table without the columns that have nothing in them."""
+    """Returns the table without the columns that have nothing in them."""
     full = [i for i, _ in enumerate(table.head) if any(row[i] for row in table.rows)]
     rows = [tuple(row[i] for i in full) for row in table.rows]
     return Table(table.title, tuple(table.head[i] for i in full), rows)
 
 
 def numel(leaf: PlannedLeaf) -> int:
-    """The elements of the whole."""
+    """Returns the number of elements of the whole leaf."""
     return math.prod(leaf.shape)
 
 
@@ -169,21 +175,24 @@ def _whole_bytes(leaf: PlannedLeaf) -> int:
 
 
 def _layout_of(leaf: PlannedLeaf) -> str:
-    """The layout of a leaf in words; that of one layer on each stage is one."""
+    """Describes the layout of a leaf without the stage that owns it.
+
+    So layers on different stages of a pipeline have one layout.
+    """
     return "whole" if leaf.layout is None else in_words(leaf.layout, owner=False)
 
 
 def _common_layout(leaves: list[PlannedLeaf]) -> str:
-    """The one layout of several leaves, with their owner if that is one too."""
-    said = {in_words(leaf.layout) for leaf in leaves if leaf.layout is not None}
-    return said.pop() if len(said) == 1 else _layout_of(leaves[0])
+    """Describes the one layout of several leaves, with their owner if that is one."""
+    texts = {in_words(leaf.layout) for leaf in leaves if leaf.layout is not None}
+    return texts.pop() if len(texts) == 1 else _layout_of(leaves[0])
 
 
-def _collectives(own: RankPlan) -> Table:
-    """One row for each collective, axis and phase."""
-    found: dict[tuple[str, str, str], list[Record]] = defaultdict(list)
-    for record in own.records:
-        found[record.op, ",".join(record.axis), record.phase].append(record)
+def _collectives(rank_plan: RankPlan) -> Table:
+    """Returns a table with a row for each collective, axis and phase."""
+    groups: dict[tuple[str, str, str], list[Record]] = defaultdict(list)
+    for record in rank_plan.records:
+        groups[record.op, ",".join(record.axis), record.phase].append(record)
     rows = [
         (
             op,
@@ -194,68 +203,73 @@ def _collectives(own: RankPlan) -> Table:
             of_bytes(max(r.bytes for r in records)),
             _line(records[0].where),
         )
-        for (op, axis, phase), records in found.items()
+        for (op, axis, phase), records in groups.items()
     ]
     head = ("<collective", "<over", "<phase", ">count", ">sends", ">largest", "<first")
     return Table("collectives", head, rows)
 
 
 def _line(where: str) -> str:
-    """``file:line``, as short as it is plain from the current folder."""
+    """Returns ``file:line``, relative to the current folder if it is within."""
     path, colon, line = where.rpartition(":")
     if not colon:
         return where
-    here = Path(path)
-    if here.is_relative_to(os.getcwd()):
-        return f"{here.relative_to(os.getcwd())}:{line}"
-    return f"{here.name}:{line}"
+    file = Path(path)
+    if file.is_relative_to(os.getcwd()):
+        return f"{file.relative_to(os.getcwd())}:{line}"
+    return f"{file.name}:{line}"
 
 
-def parameter_groups(own: RankPlan) -> list[tuple[list[str], list[PlannedLeaf]]]:
-    """Paths and leaves of the parameters, those that differ in a number together."""
+def parameter_groups(rank_plan: RankPlan) -> list[tuple[list[str], list[PlannedLeaf]]]:
+    """Groups the parameters that differ in a number alone, as (paths, leaves)."""
     keyed = [
         (leaf.path, (leaf.shape, leaf.dtype, _layout_of(leaf)), leaf)
-        for leaf in own.leaves
+        for leaf in rank_plan.leaves
         if leaf.kind == "parameters"
     ]
     return group_alike(keyed)
 
 
-def _parameters(own: RankPlan) -> Table:
-    """One row for each parameter, or for all that differ in a layer's number."""
+def _parameters(rank_plan: RankPlan) -> Table:
+    """Returns a table with a row for each parameter, or for all of equal layers."""
     rows = []
-    for names, leaves in parameter_groups(own):
-        first, held = leaves[0], sum(leaf.bytes for leaf in leaves)
-        what = describe_tensor(first.shape, first.dtype)
+    for names, leaves in parameter_groups(rank_plan):
+        first, local_bytes = leaves[0], sum(leaf.bytes for leaf in leaves)
+        each = describe_tensor(first.shape, first.dtype)
         whole = of_bytes(sum(map(_whole_bytes, leaves)))
         rows.append(
-            (name_group(names), what, _common_layout(leaves), whole, of_bytes(held))
+            (
+                name_group(names),
+                each,
+                _common_layout(leaves),
+                whole,
+                of_bytes(local_bytes),
+            )
         )
     head = ("<path", "<each", "<layout", ">whole", ">held here")
     return Table("parameters", head, rows)
 
 
-def _state(own: RankPlan) -> Table:
-    """One row for each part of what the step is given."""
-    found: dict[tuple[str, str], list[PlannedLeaf]] = defaultdict(list)
-    for leaf in own.leaves:
-        found[leaf.path.partition("/")[0], leaf.kind].append(leaf)
+def _state(rank_plan: RankPlan) -> Table:
+    """Returns a table with a row for each part of the state and the batch."""
+    groups: dict[tuple[str, str], list[PlannedLeaf]] = defaultdict(list)
+    for leaf in rank_plan.leaves:
+        groups[leaf.path.partition("/")[0], leaf.kind].append(leaf)
     rows = []
-    for (part, kind), leaves in found.items():
-        whole = sum(map(_whole_bytes, leaves))
-        here = sum(leaf.bytes for leaf in leaves)
+    for (part, kind), leaves in groups.items():
+        whole = of_bytes(sum(map(_whole_bytes, leaves)))
+        local = of_bytes(sum(leaf.bytes for leaf in leaves))
         elements = of_count(sum(map(numel, leaves)))
-        row = (part, kind, str(len(leaves)), elements, of_bytes(whole), of_bytes(here))
-        rows.append(row)
+        rows.append((part, kind, str(len(leaves)), elements, whole, local))
     if len(rows) > 1:
-        held = of_bytes(sum(leaf.bytes for leaf in own.leaves))
-        rows.append(("total", "", "", "", "", held))
+        total = of_bytes(sum(leaf.bytes for leaf in rank_plan.leaves))
+        rows.append(("total", "", "", "", "", total))
     head = ("<given", "<kind", ">tensors", ">elements", ">whole", ">held here")
     return Table("state and batch", head, rows)
 
 
-def check_plan(plan: Any) -> Plan:
-    """``plan``, if it is one."""
+def check_plan(plan: Plan) -> Plan:
+    """Returns ``plan``; raises TypeError if it is none."""
     if not isinstance(plan, Plan):
         raise TypeError(
             f"this shows a plan, and got {type(plan).__name__}: make one by ff.plan("

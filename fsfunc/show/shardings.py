@@ -1,4 +1,9 @@
-"""Tables of the layouts of states and of checkpoints."""
+"""``sharding`` and ``checkpoint``: which rank holds what, and what a file holds.
+
+A layout says all of it, so nothing is communicated: `sharding` draws one leaf as a grid
+(`LeafPicture`), and lists the leaves of a tree. `checkpoint` lists what a checkpoint's
+table says, without its tensors.
+"""
 
 from __future__ import annotations
 
@@ -30,12 +35,13 @@ from fsfunc.sharded.layout import Key, Layout, every_coordinate
 from fsfunc.sharded.leaf import Sharded, is_sharded
 from fsfunc.sharded.placements import describe_tensor
 from fsfunc.show.layouts import Grid, grid_of, in_words, part_in_words
+from fsfunc.tree.types import Leaf
 
 if TYPE_CHECKING:
     from rich.text import Text
 
-MOST = 20  # rows of the table of one leaf
-LOOKED_AT = 10_000  # sets of ranks, for it
+MAX_ROWS = 20  # rows of the table of one leaf
+MAX_COORDINATES = 10_000  # that are looked at for it, of a mesh of many axes
 
 
 @dataclass(frozen=True, repr=False)
@@ -51,22 +57,23 @@ class LeafPicture(Printed):
     grid: Grid | None
 
     @property
-    def said(self) -> str:
+    def title(self) -> str:
         """The leaf and its layout in words."""
         layout = self.layout
-        what = describe_tensor(layout.shape, layout.dtype, layout.name)
-        return f"{what}, {in_words(layout)}"
+        leaf = describe_tensor(layout.shape, layout.dtype, layout.name)
+        return f"{leaf}, {in_words(layout)}"
 
     def holders(self, key: Key) -> tuple[int, ...]:
-        """The ranks that hold the part at these coordinates over ``layout.axes``."""
-        at = dict.fromkeys(self.mesh.axes, 0)
-        at |= dict(zip(self.layout.axes, key, strict=True))
+        """Returns the ranks that hold the part at coordinates over ``layout.axes``."""
+        coordinates = dict.fromkeys(self.mesh.axes, 0)
+        coordinates |= dict(zip(self.layout.axes, key, strict=True))
+        # Ranks along the other axes hold copies.
         others = tuple(axis for axis in self.mesh.axes if axis not in self.layout.axes)
-        first = self.mesh.rank_at(at)
+        first = self.mesh.rank_at(coordinates)
         return self.mesh.members(others, first) if others else (first,)
 
     def pieces(self, width: int | None) -> Iterator[Table | Text | str]:
-        yield self.said
+        yield self.title
         if self.grid is not None:
             yield "a cell names the ranks that hold it"
             yield ""
@@ -74,53 +81,56 @@ class LeafPicture(Printed):
             yield from map(picture_line, lines)
         yield ""
         yield self.table()
-        if self.empty:
-            one = self.empty == 1
+        if self.empty_count:
+            is_one = self.empty_count == 1
             yield (
-                "1 other holds nothing" if one else f"{self.empty} others hold nothing"
+                "1 other holds nothing"
+                if is_one
+                else f"{self.empty_count} others hold nothing"
             )
         if self.rank is not None:
             yield ""
             yield f"rank {self.rank} holds {self._share(self.rank)}"
 
     @cached_property
-    def held(self) -> list[dict[str, int]]:
-        """The coordinates that hold elements, among the first so many."""
-        places = itertools.islice(every_coordinate(self.layout), LOOKED_AT)
-        return [at for at in places if math.prod(self.layout.local_shape(at))]
+    def holder_coordinates(self) -> list[dict[str, int]]:
+        """The coordinates that hold elements, among the first `MAX_COORDINATES`."""
+        looked_at = itertools.islice(every_coordinate(self.layout), MAX_COORDINATES)
+        return [c for c in looked_at if math.prod(self.layout.local_shape(c))]
 
     @property
-    def empty(self) -> int:
-        """The number of coordinates among those that hold nothing."""
-        places = math.prod(self.layout.sizes.values())
-        return min(places, LOOKED_AT) - len(self.held)
+    def empty_count(self) -> int:
+        """The number of coordinates that hold nothing, among those."""
+        count = math.prod(self.layout.sizes.values())
+        return min(count, MAX_COORDINATES) - len(self.holder_coordinates)
 
     def table(self) -> Table:
-        """One row for each set of ranks that hold the same elements."""
+        """Returns a table with a row for each set of ranks that hold the same part."""
         rows = []
-        for at in self.held:
-            shape = self.layout.local_shape(at)
-            ranks = of_ranks(self.holders(self.layout.key(at)))
-            place = " ".join(f"{axis}={i}" for axis, i in at.items())
-            held = part_in_words(self.layout, at)
-            rows.append((ranks, place, held, str(math.prod(shape)), _shape(shape)))
-        rest = max(math.prod(self.layout.sizes.values()) - LOOKED_AT, 0)
+        for coordinates in self.holder_coordinates:
+            shape = self.layout.local_shape(coordinates)
+            ranks = of_ranks(self.holders(self.layout.key(coordinates)))
+            position = " ".join(f"{axis}={i}" for axis, i in coordinates.items())
+            part = part_in_words(self.layout, coordinates)
+            rows.append((ranks, position, part, str(math.prod(shape)), _shape(shape)))
+        not_shown = max(math.prod(self.layout.sizes.values()) - MAX_COORDINATES, 0)
         head = ("<rank", "<at", "<holds", ">elements", "<as")
-        return Table("", head, rows, MOST, hidden=rest)
+        return Table("", head, rows, MAX_ROWS, hidden=not_shown)
 
     def _share(self, rank: int) -> str:
-        at = self.mesh.coordinates(rank)
-        shape = self.layout.local_shape(at)
+        """Describes the part of a rank, and how much of the leaf it is."""
+        coordinates = self.mesh.coordinates(rank)
+        shape = self.layout.local_shape(coordinates)
         n = math.prod(shape)
         size = of_bytes(n * self.layout.dtype.itemsize)
-        of = f"{n} of {self.layout.numel} elements, {size}, as {_shape(shape)}"
-        return f"{part_in_words(self.layout, at)}: {of}"
+        share = f"{n} of {self.layout.numel} elements, {size}, as {_shape(shape)}"
+        return f"{part_in_words(self.layout, coordinates)}: {share}"
 
 
 def sharding(
     value: Any, mesh: Mesh | None = None, *, rank: int | None = None
 ) -> LeafPicture | Report:
-    """The elements that each rank holds: of one leaf a picture, of a tree a table.
+    """Shows the elements that each rank holds: of a leaf a picture, of a tree a table.
 
     A leaf of one or two dims is drawn as it is; of more, the leading ones are rows and
     the rest columns. Nothing is communicated: a layout says it all, so the mesh may be
@@ -174,29 +184,30 @@ def sharding(
         raise TypeError(f"sharding is over a mesh, and got {type(mesh).__name__}")
     if isinstance(value, Layout | Sharded):
         layout = value if isinstance(value, Layout) else value.layout
-        mesh, _ = _where([layout], mesh, rank)
+        mesh, _ = _mesh_and_rank([layout], mesh, rank)
         return LeafPicture(layout, mesh, rank, grid_of(layout))
     paths, leaves, _ = tree.flatten_with_paths(value, is_leaf=is_sharded)
     if not leaves:
         raise ValueError("the tree has no leaves: there is nothing to show")
     layouts = [_layout(leaf) for leaf in leaves]
-    mesh, own = _where([x for x in layouts if x is not None], mesh, rank)
+    known_layouts = [x for x in layouts if x is not None]
+    mesh, shown_rank = _mesh_and_rank(known_layouts, mesh, rank)
     rows, total = [], 0
     keyed = []
     for path, leaf, layout in zip(paths, leaves, layouts, strict=True):
-        cells, size = _cells(leaf, layout, mesh.coordinates(own))
+        cells, size = _cells(leaf, layout, mesh.coordinates(shown_rank))
         total += size
         keyed.append((path, (cells, size), cells))
-    for names, found in group_alike(keyed):
-        rows.append((name_group(names), *found[0]))
-    over = of_axes(mesh.axes) or "one rank"
-    head = ("<path", "<whole", "<layout", f"<rank {own} holds", ">bytes each")
-    end = f"rank {own} holds {of_bytes(total)} in {len(leaves)} leaves"
-    return Report((f"over {over}", "", Table("", head, rows, most=200), "", end))
+    for names, equal_cells in group_alike(keyed):
+        rows.append((name_group(names), *equal_cells[0]))
+    axes = of_axes(mesh.axes) or "one rank"
+    head = ("<path", "<whole", "<layout", f"<rank {shown_rank} holds", ">bytes each")
+    end = f"rank {shown_rank} holds {of_bytes(total)} in {len(leaves)} leaves"
+    return Report((f"over {axes}", "", Table("", head, rows, most=200), "", end))
 
 
 def of_ranks(ranks: Sequence[int]) -> str:
-    """Ranks in few letters.
+    """Writes ranks in few letters.
 
     >>> of_ranks([3]), of_ranks([0, 1, 2]), of_ranks([0, 4]), of_ranks([0, 4, 8, 12])
     ('3', '0-2', '0,4', '0,4...12')
@@ -208,34 +219,40 @@ def of_ranks(ranks: Sequence[int]) -> str:
     return ",".join(map(str, ranks))
 
 
-def _layout(leaf: Any) -> Layout | None:
+def _layout(leaf: Leaf) -> Layout | None:
     if isinstance(leaf, Sharded):
         return leaf.layout
     return leaf if isinstance(leaf, Layout) else None
 
 
 def _cells(
-    leaf: Any, layout: Layout | None, at: dict[str, int]
+    leaf: Leaf, layout: Layout | None, coordinates: dict[str, int]
 ) -> tuple[tuple[str, ...], int]:
-    """A table's cells for a leaf after its path, and its bytes on this rank."""
+    """Returns a table's cells for a leaf after its path, and its bytes on a rank."""
     if layout is not None:
-        n = math.prod(layout.local_shape(at)) * layout.dtype.itemsize
-        what = describe_tensor(layout.shape, layout.dtype)
-        return (what, in_words(layout), part_in_words(layout, at), of_bytes(n)), n
+        nbytes = math.prod(layout.local_shape(coordinates)) * layout.dtype.itemsize
+        whole = describe_tensor(layout.shape, layout.dtype)
+        part = part_in_words(layout, coordinates)
+        return (whole, in_words(layout), part, of_bytes(nbytes)), nbytes
     if isinstance(leaf, Tensor):
-        n = leaf.numel() * leaf.element_size()
-        return (describe_tensor(leaf.shape, leaf.dtype), "whole", "all", of_bytes(n)), n
+        nbytes = leaf.numel() * leaf.element_size()
+        whole = describe_tensor(leaf.shape, leaf.dtype)
+        return (whole, "whole", "all", of_bytes(nbytes)), nbytes
     return (type(leaf).__name__, "whole", "all", ""), 0
 
 
-def _where(
+def _mesh_and_rank(
     layouts: Sequence[Layout], mesh: Mesh | None, rank: int | None
 ) -> tuple[Mesh, int]:
-    """The mesh of the leaves, checked, and the rank to show."""
-    asking = 0
+    """Returns the mesh of the leaves, checked, and the rank to show.
+
+    The mesh is the one given, else the one that is running, else the axes that the
+    layouts name.
+    """
+    calling_rank = 0
     if mesh is None:
-        if (found := maybe_here()) is not None:
-            mesh, asking = found.mesh, found.rank
+        if (here := maybe_here()) is not None:
+            mesh, calling_rank = here.mesh, here.rank
         else:
             sizes: dict[str, int] = {}
             for layout in layouts:
@@ -249,21 +266,23 @@ def _where(
                     f'{layout.subject} is over axis "{axis}" of size {size}, which is '
                     f"{has} in {mesh}: pass the mesh that it was placed on"
                 )
-    own = asking if rank is None else rank
-    if not 0 <= own < mesh.size:
-        raise IndexError(f"there is no rank {own} in {mesh}: 0 to {mesh.size - 1}")
-    return mesh, own
+    shown_rank = calling_rank if rank is None else rank
+    if not 0 <= shown_rank < mesh.size:
+        raise IndexError(
+            f"there is no rank {shown_rank} in {mesh}: 0 to {mesh.size - 1}"
+        )
+    return mesh, shown_rank
 
 
 def _shape(shape: Sequence[int]) -> str:
     return f"[{', '.join(map(str, shape))}]"
 
 
-_LONGEST = 2000  # letters of a value
+_MAX_LETTERS = 2000  # of a value
 
 
 def checkpoint(found: Stored | str | os.PathLike[str], *, at: str = "") -> Report:
-    """The tensors, values and files of a checkpoint, to print.
+    """Shows the tensors, values and files of a checkpoint.
 
     Args:
         found: what ``metadata(path)`` returned, or a path.
@@ -277,30 +296,32 @@ def checkpoint(found: Stored | str | os.PathLike[str], *, at: str = "") -> Repor
     """
     stored = (found if isinstance(found, Stored) else metadata(found)).below(at)
     mesh = of_axes(stored.mesh)
-    by = "fsfunc" if stored.version is not None else "safetensors, of no manifest"
+    writer = "fsfunc" if stored.version is not None else "safetensors, of no manifest"
     head = (
         f"{stored.path}: {of_bytes(stored.nbytes)} in {len(stored.tensors)} tensors "
-        f"and {len(stored.files)} files, by {by}" + (f" on {mesh}" if mesh else "")
+        f"and {len(stored.files)} files, by {writer}" + (f" on {mesh}" if mesh else "")
     )
     tensors = [
         (path, str(leaf), of_bytes(leaf.nbytes), str(len(leaf.chunks)))
         for path, leaf in stored.tensors.items()
     ]
     values = [(path, _short(value)) for path, value in stored.values.items()]
-    said = [(key, _short(value)) for key, value in stored.metadata.items()]
+    metadata_rows = [(key, _short(value)) for key, value in stored.metadata.items()]
     parts: list[Table | str] = [head]
     if tensors:
         columns = ("<path", "<tensor", ">bytes", ">boxes")
         parts.append(Table("tensors", columns, tensors))
     if values:
         parts.append(Table("values", ("<path", "<value"), values))
-    if said:
-        parts.append(Table("metadata", ("<key", "<value"), said))
+    if metadata_rows:
+        parts.append(Table("metadata", ("<key", "<value"), metadata_rows))
     return Report(tuple(parts))
 
 
 def _short(value: Any) -> str:
-    """A value as Python writes it; of a long text the beginning."""
+    """Writes a value as Python does; of a long text the beginning."""
     text = repr(value)
-    more = len(text) - _LONGEST
-    return text if more <= 0 else f"{text[:_LONGEST]}... and {more} letters more"
+    hidden = len(text) - _MAX_LETTERS
+    if hidden <= 0:
+        return text
+    return f"{text[:_MAX_LETTERS]}... and {hidden} letters more"

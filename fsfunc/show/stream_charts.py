@@ -1,4 +1,8 @@
-"""``streams``: an estimate as lanes over time."""
+"""``streams``: an estimate as lanes over time.
+
+`streams` picks the ranks and the time to show, and makes a lane of each of their
+streams. Waits of the computing stream become spans of its lane, as charts have gaps.
+"""
 
 from __future__ import annotations
 
@@ -6,21 +10,21 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from os import PathLike
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from fsfunc.planning.estimation import Estimate
 from fsfunc.planning.simulation import BUBBLE, EXPOSED, Span
 from fsfunc.printing.tables import Table, of_seconds, of_share, picture_line
 from fsfunc.show.charts import COMPUTE, OUTSIDE, STALL, WAITS
-from fsfunc.show.estimates import rates
+from fsfunc.show.estimates import describe_rates
 from fsfunc.show.lanes import Lane, LaneChart, check_spans
 
 if TYPE_CHECKING:
     from rich.text import Text
 
 
-RANKS = 16  # shown by default
-WIDEST = 110  # columns, where nothing says how wide the paper is
+MAX_RANKS = 16  # ranks that are shown by default
+WIDEST = 110  # columns, if nothing says how wide the paper is
 
 
 @dataclass(frozen=True, repr=False)
@@ -32,14 +36,18 @@ class StreamChart(LaneChart):
     message once, where it is sent); ``▒`` where a rank waits for a transfer under way,
     ``░`` where for another rank, ``·`` before it begins and after its end. A picture
     names units and microbatches too, and what a rank is at.
+
+    Args:
+        missing: the number of ranks that are not shown.
+        late: seconds of a step after all spans.
     """
 
     title: str
     lanes: tuple[Lane, ...]
     start: float
     end: float
-    missing: int = 0  # ranks that are not shown
-    late: float = 0.0  # seconds of a step beyond all spans
+    missing: int = 0
+    late: float = 0.0
 
     def pieces(self, width: int | None) -> Iterator[Table | Text | str]:
         if self.title:
@@ -68,19 +76,19 @@ class StreamChart(LaneChart):
         ]
         yield Table("", ("<stream", ">spans", ">busy", ">share"), rows)
         if self.late:
-            yield self.said_late
+            yield self.late_note
         if self.missing:
             yield f"{self.missing} more ranks: ranks=[...] says which to show"
 
     @property
     def caption(self) -> str:
         title = self.title or f"streams, {of_seconds(self.end - self.start)}"
-        late = f"\n{self.said_late}" if self.late else ""
+        late = f"\n{self.late_note}" if self.late else ""
         return title + late
 
     @property
-    def said_late(self) -> str:
-        """What of a step's time is in no span."""
+    def late_note(self) -> str:
+        """A note on the time of a step that is in no span."""
         wait = of_seconds(self.late)
         return f"{wait} of the step wait for the slowest node, and are not drawn"
 
@@ -92,7 +100,7 @@ def streams(
     between: tuple[float, float] | None = None,
     path: str | PathLike[str] | None = None,
 ) -> StreamChart:
-    """The chart of an estimate: each stream of the planned ranks over time.
+    """Shows an estimate as a chart: each stream of the planned ranks over time.
 
     Args:
         estimate: of ``ff.estimate``, or its spans.
@@ -127,12 +135,12 @@ def streams(
     rank 0 data         1  20.0 ms   33 %
     """
     spans = check_spans(estimate)
-    there = list(dict.fromkeys(span.rank for span in spans))
-    chosen = there[:RANKS] if ranks is None else list(ranks)
+    planned = list(dict.fromkeys(span.rank for span in spans))
+    chosen = planned[:MAX_RANKS] if ranks is None else list(ranks)
     for rank in chosen:
-        if rank not in there:
+        if rank not in planned:
             raise ValueError(
-                f"rank {rank} has no spans: those of the planned ranks {there} are "
+                f"rank {rank} has no spans: those of the planned ranks {planned} are "
                 "here, each of which stands for all that run its program"
             )
     last = max(span.end for span in spans)
@@ -140,7 +148,7 @@ def streams(
     if not (math.isfinite(start) and math.isfinite(end) and start < end):
         raise ValueError(f"there is no time between {start} and {end} to show")
     alike = {times.rank: times.alike for times in getattr(estimate, "ranks", ())}
-    spans = _once([span for span in spans if span.rank in chosen])
+    spans = _without_receives([span for span in spans if span.rank in chosen])
     waits = [span for span in getattr(estimate, "waits", ()) if span.rank in chosen]
     lanes = [
         lane
@@ -151,58 +159,65 @@ def streams(
         raise ValueError(
             f"nothing happens between {start} and {end}: the step ends at {last:.6g} s"
         )
-    missing = len(there) - len(chosen) if ranks is None else 0
+    missing = len(planned) - len(chosen) if ranks is None else 0
     title, late = "", 0.0
+    # An estimate adds the wait for the slowest of many nodes, which no span has.
     if isinstance(estimate, Estimate):
-        title, late = rates(estimate), estimate.seconds - last
-        late = late if late > last / 1000 else 0.0
+        title, late = describe_rates(estimate), estimate.seconds - last
+        late = late if late > last / 1000 else 0.0  # less is not worth a note
     return StreamChart(title, tuple(lanes), start, end, missing, late).saved(path)
 
 
-def _once(spans: Sequence[Span]) -> list[Span]:
-    """The spans without the receives of messages whose sends are here."""
+def _without_receives(spans: Sequence[Span]) -> list[Span]:
+    """Returns the spans without the receives of messages whose sends are here.
+
+    A message is drawn once. Its send and its receive have the same times.
+    """
     ranks = {span.rank for span in spans}
 
-    def ends(span: Span) -> tuple[Any, ...]:
-        way, _, peer = span.stream.partition(" ")
-        to = int(peer) if way == "to" else span.rank
+    def message_key(span: Span) -> tuple[float, float, int | None]:
+        direction, _, peer = span.stream.partition(" ")
+        to = int(peer) if direction == "to" else span.rank
         return span.start, span.end, to if to in ranks else None
 
-    sent = {ends(span) for span in spans if span.stream.startswith("to ")}
+    sent = {message_key(span) for span in spans if span.stream.startswith("to ")}
+    # A send may be to a rank that is not here but runs the same program as one that is:
+    # its key has None for the receiver.
     return [
         span
         for span in spans
         if not span.stream.startswith("from ")
-        or not sent & {ends(span), (*ends(span)[:2], None)}
+        or not sent & {message_key(span), (*message_key(span)[:2], None)}
     ]
 
 
 def _lanes(
     spans: Sequence[Span], rank: int, alike: int, start: float, end: float
 ) -> list[Lane]:
-    """A rank's lanes, the computing one first, cut to a time."""
-    found: dict[str, list[Span]] = {}
+    """Returns a rank's lanes, the computing one first, cut to a time."""
+    by_stream: dict[str, list[Span]] = {}
     for span in spans:
         if span.rank == rank and span.start < end and span.end > start:
             cut = span._replace(start=max(span.start, start), end=min(span.end, end))
-            found.setdefault(span.stream, []).append(cut)
-    lanes = []
-    for stream in sorted(found, key=lambda stream: stream != COMPUTE):
+            by_stream.setdefault(span.stream, []).append(cut)
+    lanes: list[Lane] = []
+    for stream in sorted(by_stream, key=lambda stream: stream != COMPUTE):
         if stream == COMPUTE:
-            here = tuple(_with_waits(found[stream]))
-            lanes.append(Lane(rank, stream, here, alike).filled(start, end, STALL))
+            computed = tuple(_with_waits(by_stream[stream]))
+            lane = Lane(rank, stream, computed, alike)
+            lanes.append(lane.with_gaps(start, end, STALL))
         else:
-            lanes.append(Lane(rank, stream, tuple(found[stream]), alike))
+            lanes.append(Lane(rank, stream, tuple(by_stream[stream]), alike))
     return lanes
 
 
 def _with_waits(spans: Sequence[Span]) -> Iterator[Span]:
-    """Yield what a rank computes, and its waits as the gaps that charts have.
-
-    Until its first microbatch comes from another rank, a pipeline's rank has not begun.
-    """
-    turns = [s.start for s in spans if s.turn and s.phase not in (EXPOSED, BUBBLE)]
-    first = min(turns, default=0.0)
+    """Yields what a rank computes, and its waits as the gaps that charts have."""
+    # A pipeline's rank has not begun until its first microbatch comes from another one.
+    microbatches = [
+        s.start for s in spans if s.turn and s.phase not in (EXPOSED, BUBBLE)
+    ]
+    first = min(microbatches, default=0.0)
     for span in sorted(spans, key=lambda span: (span.start, span.end)):
         if span.phase == EXPOSED:
             span = span._replace(phase=STALL.title)

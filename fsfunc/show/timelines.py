@@ -1,4 +1,8 @@
-"""``timeline``: a schedule as lanes over time."""
+"""``timeline``: a pipeline's schedule as lanes over time.
+
+`timeline` simulates a schedule by the costs of its actions, and draws what each rank
+computes; a run that was recorded is drawn beside it. Each rank has one lane, or two.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +30,7 @@ from fsfunc.show.charts import (
     lighter,
     look_of,
 )
-from fsfunc.show.lanes import NOISE, Lane, LaneChart, bands, check_events, number
+from fsfunc.show.lanes import NOISE, Lane, LaneChart, bands, check_events, format_number
 
 if TYPE_CHECKING:
     from rich.text import Text
@@ -71,7 +75,7 @@ class Timeline(LaneChart):
 
     @classmethod
     def of_events(cls, events: Sequence[tuple[int, Action, float, float]]) -> Timeline:
-        """The timeline of a recorded run.
+        """Returns the timeline of a recorded run.
 
         Args:
             events: (rank, action, start, end) of one step, times in seconds.
@@ -83,15 +87,16 @@ class Timeline(LaneChart):
 
     @property
     def bubble(self) -> tuple[float, ...]:
-        """The time in which each rank computes nothing, of the makespan."""
-        spans = zip(self.lanes, self._makespans(), strict=True)
-        return tuple(lane.idle - (self.end - whole) for lane, whole in spans)
+        """The time in which each lane computes nothing, of its makespan."""
+        pairs = zip(self.lanes, self._makespans(), strict=True)
+        # A shorter step's lane is filled up to the end of the longer one.
+        return tuple(lane.idle - (self.end - makespan) for lane, makespan in pairs)
 
     def _makespans(self) -> list[float]:
-        """The makespan of each lane's step."""
-        both = self.makespan, self.measured or 0.0
+        """Returns the makespan of each lane's step: planned and measured in turns."""
+        makespans = self.makespan, self.measured or 0.0
         n = 1 if self.measured is None else 2
-        return [both[i % n] for i, _ in enumerate(self.lanes)]
+        return [makespans[i % n] for i, _ in enumerate(self.lanes)]
 
     def pieces(self, width: int | None) -> Iterator[Table | Text | str]:
         yield from map(picture_line, bands(self.lanes, self.names, self.end, width))
@@ -100,7 +105,7 @@ class Timeline(LaneChart):
         yield self.title
         figures = zip(self.names, self.lanes, self.bubble, self._notes(), strict=True)
         rows = [
-            (name, self.say_time(lane.busy), self.say_time(bubble), *notes)
+            (name, self.format_time(lane.busy), self.format_time(bubble), *notes)
             for name, lane, bubble, notes in figures
         ]
         yield Table("", ("<", ">busy", ">bubble", ">", ">held"), rows)
@@ -121,25 +126,25 @@ class Timeline(LaneChart):
             if span.unit:  # else a gap
                 shade = lighter(look.color, stages.index(span.unit), self._chunks)
             label = span.name.partition("@")[0]  # the shade tells the stage
-            times = f"{number(span.start)} to {number(span.end)}"
+            times = f"{format_number(span.start)} to {format_number(span.end)}"
             words = f"{span.name or look.title}: {times}"
             bars.append(Bar(span.start, span.end, look, (label,), words, shade))
         return bars
 
-    def say_time(self, time: float) -> str:
-        return of_seconds(time) if self.measured is not None else number(time)
+    def format_time(self, time: float) -> str:
+        return of_seconds(time) if self.measured is not None else format_number(time)
 
     @property
     def _chunks(self) -> int:
         """The most stages of a rank."""
         return max(len({span.unit for span in lane.work}) for lane in self.lanes)
 
-    def marks(self) -> dict[str, str]:
+    def legend_colors(self) -> dict[str, str]:
         chunks = self._chunks
         if chunks < 2:
-            return super().marks()
-        pale = lighter(computing()["forward"].color, chunks - 1, chunks)
-        return super().marks() | {"lighter: a rank's later stage": pale}
+            return super().legend_colors()
+        last = lighter(computing()["forward"].color, chunks - 1, chunks)
+        return super().legend_colors() | {"lighter: a rank's later stage": last}
 
     @property
     def caption(self) -> str:
@@ -148,16 +153,16 @@ class Timeline(LaneChart):
 
     @property
     def title(self) -> str:
-        """How long it lasts."""
-        said = f"makespan {self.say_time(self.makespan)}"
+        """How long it lasts, in words."""
+        title = f"makespan {self.format_time(self.makespan)}"
         if self.measured is None:
-            return said
-        return f"{said} planned, {self.say_time(self.measured)} measured"
+            return title
+        return f"{title} planned, {self.format_time(self.measured)} measured"
 
     def _notes(self) -> list[tuple[str, str]]:
-        """The bubble's share and what is held, by rank."""
+        """Returns the bubble's share and what is held, by lane."""
         shares = map(of_share, self.bubble, self._makespans())
-        return list(zip(shares, map(number, self.held), strict=True))
+        return list(zip(shares, map(format_number, self.held), strict=True))
 
 
 def timeline(
@@ -168,7 +173,7 @@ def timeline(
     edges: Iterable[tuple[int, int]] | None = None,
     path: str | PathLike[str] | None = None,
 ) -> Timeline:
-    """The timeline of a schedule whose actions take what ``costs`` says.
+    """Shows the timeline of a schedule whose actions take what ``costs`` says.
 
     Every action starts as soon as its rank is free and what it needs has arrived. With
     ``measured`` a run of it is shown beside that, over the same time.
@@ -215,25 +220,29 @@ def timeline(
     _check_run(rows, ran)
     planned = simulate(rows, _costs_of(ran) if costs is None else costs, edges=edges)
     both = _timeline_of(planned, len(rows)), _timeline_of(ran, len(rows))
-    return _beside(*both).saved(path)
+    return _merge_timelines(*both).saved(path)
 
 
 def _check_run(schedule: Schedule, events: Sequence[TimedAction]) -> None:
-    """Refuses a run that has not each action of the schedule once."""
-    due = Counter((rank, a) for rank, row in enumerate(schedule) for a in row)
+    """Raises ValueError unless a run has each action of the schedule once."""
+    scheduled = Counter((rank, a) for rank, row in enumerate(schedule) for a in row)
     ran = Counter((event.rank, event.action) for event in events)
-    for rank, action in (*due, *ran):
-        times, asked = ran[rank, action], due[rank, action]
-        if times != asked and action.is_compute:
+    for rank, action in (*scheduled, *ran):
+        times, expected = ran[rank, action], scheduled[rank, action]
+        if times != expected and action.is_compute:
             raise ValueError(
                 f"rank {rank} ran {action} {times} times, and the schedule has it "
-                f"{asked} times: measured= takes all events of one step by this "
+                f"{expected} times: measured= takes all events of one step by this "
                 "schedule, as one ff.clock() around it records them on each rank"
             )
 
 
 def _costs_of(events: Sequence[TimedAction]) -> Costs:
-    """The median times of each stage's actions; of B alone, half is that of I."""
+    """Returns the median times of each stage's actions.
+
+    An action with several costs, as B is I and W, gives each an equal share, unless the
+    run has the parts by themselves.
+    """
     times: dict[tuple[tuple[str, ...], int], list[float]] = defaultdict(list)
     for _, action, start, end in events:
         times[action.traits.costs, action.stage].append(end - start)
@@ -253,24 +262,33 @@ def _costs_of(events: Sequence[TimedAction]) -> Costs:
     return Costs(**times_of)
 
 
-def _beside(planned: Timeline, measured: Timeline) -> Timeline:
-    """Both as one chart: each rank's two lanes, to the end of the longer one."""
+def _merge_timelines(planned: Timeline, measured: Timeline) -> Timeline:
+    """Merges two charts: each rank has two lanes, to the end of the longer step."""
     end = max(planned.makespan, measured.makespan)
-    lanes, held = [], []
+    lanes: list[Lane] = []
+    activations: list[float] = []
     for pair in zip(planned.lanes, measured.lanes, strict=True):
         for lane in pair:
+            # The gaps of its own chart end with its own makespan.
             work = replace(lane, spans=tuple(lane.work))
-            lanes.append(work.filled(0.0, end, WAITS))
+            lanes.append(work.with_gaps(0.0, end, WAITS))
     for pair in zip(planned.held, measured.held, strict=True):
-        held += pair
-    return Timeline(tuple(lanes), planned.makespan, tuple(held), measured.makespan)
+        activations += pair
+    return Timeline(
+        tuple(lanes), planned.makespan, tuple(activations), measured.makespan
+    )
 
 
-def _timeline_of(events: Sequence[Any], n_ranks: int = 0) -> Timeline:
-    """The timeline of events, of so many ranks at least.
+def _timeline_of(
+    events: Iterable[tuple[int, Action, float, float]], n_ranks: int = 0
+) -> Timeline:
+    """Makes the timeline of events.
 
-    Transfers are not drawn, as ranks compute meanwhile.
+    Args:
+        events: (rank, action, start, end).
+        n_ranks: the number of ranks, if some of them have no events.
     """
+    # Transfers are not drawn, as ranks compute meanwhile.
     computed = [event for event in check_events(events) if event.action.is_compute]
     if not computed:
         raise ValueError("there is no F, B, I or W among the events to show")
@@ -281,14 +299,14 @@ def _timeline_of(events: Sequence[Any], n_ranks: int = 0) -> Timeline:
     for event in sorted(computed, key=lambda event: (event.start, event.end)):
         rows[event.rank].append(event)
     actions = tuple(tuple(event.action for event in row) for row in rows)
-    several = any(len(stages_of(row)) > 1 for row in actions)
+    has_chunks = any(len(stages_of(row)) > 1 for row in actions)
     lanes = []
     for rank, row in enumerate(rows):
         spans = tuple(
             Span(
                 rank,
                 COMPUTE,
-                event.action.text(stage=several),
+                event.action.text(stage=has_chunks),
                 str(event.action.stage),
                 by_sign(event.action.kind).title,
                 event.start - zero,
@@ -303,7 +321,7 @@ def _timeline_of(events: Sequence[Any], n_ranks: int = 0) -> Timeline:
                     f"before {before.name} ends at {before.end:.6g}: a rank computes "
                     "one action at a time"
                 )
-        lanes.append(Lane(rank, COMPUTE, spans).filled(0.0, makespan, WAITS))
+        lanes.append(Lane(rank, COMPUTE, spans).with_gaps(0.0, makespan, WAITS))
     if not any(lane.busy for lane in lanes):
         raise ValueError("every action takes no time: give costs above 0")
     return Timeline(tuple(lanes), makespan, tuple(peak_microbatches(actions)))

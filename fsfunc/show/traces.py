@@ -1,4 +1,12 @@
-"""``trace``: a run, or an estimate, as JSON that https://ui.perfetto.dev opens."""
+"""``trace``: a run, or an estimate, as JSON that https://ui.perfetto.dev opens.
+
+    events, spans -> Slice  one bar on a track of a rank, such as "compute" or "send"
+                     arrow  from the slice of a send to that of its receive
+    plan          -> counter  a rank's memory, over the same time
+
+The file is in Chrome's Trace Event Format: a list of events whose "ph" is "X" for a
+slice, "s" and "f" for an arrow's ends, "C" for a counter and "M" for names.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from fsfunc.pipelining.actions import Action
 from fsfunc.pipelining.timing import TimedAction
@@ -18,17 +26,17 @@ from fsfunc.planning.simulation import Span
 from fsfunc.runtime.memory import KINDS
 from fsfunc.show.charts import COMPUTE, Look, by_sign, look_of
 from fsfunc.show.lanes import check_events, check_spans
-from fsfunc.show.memory_curves import curve_of
+from fsfunc.show.memory_curves import BytesByKind, curve_of
 from fsfunc.show.plans import check_plan
 
-Json = dict[str, Any]
+Json: TypeAlias = dict[str, Any]
 
 # Viewers know a thread by its number alone, whatever its process: numbers differ
 # between ranks, and 0 is taken (it is the idle thread).
 _THREADS_OF_A_RANK = 1000
 _SHORTEST = 0.002  # microseconds: an arrow needs something to begin and end in
 _NOISE = 0.0005  # microseconds: sums of floats that should be equal
-_MOMENTS = 4000  # at which a rank's memory is written, at most
+_MAX_MOMENTS = 4000  # at which a rank's memory is written
 
 
 @dataclass
@@ -36,12 +44,13 @@ class Slice:
     """A complete event ("X") on a track of a rank, perhaps one end of a message.
 
     Args:
-        times: from when to when it lasts, in seconds.
-        about: what a viewer says of it.
-        message: equal at both ends; what is carried comes first.
-        way: "s" where the message leaves, "f" where it arrives.
+        times: its start and end, in seconds.
+        details: what a viewer shows of it.
+        message: a key that is equal at both ends; what is carried comes first.
+        arrow_end: "s" if it sends the message, "f" if it receives it; else "".
 
-    ``event`` is as a trace file has it; its thread ("tid") comes when all are known.
+    ``event`` is its JSON in the file; the thread ("tid") is set when all slices are
+    known.
     """
 
     rank: int
@@ -49,22 +58,23 @@ class Slice:
     name: str
     times: tuple[float, float]
     look: Look
-    about: Json
+    details: Json
     message: tuple[Any, ...] = ()
-    way: str = ""
+    arrow_end: str = ""
 
     def __post_init__(self) -> None:
         start, end = map(_microseconds, self.times)
-        long = round(end - start, 3)  # so it touches what begins when it ends
+        # Rounded as starts are, so that it touches the slice that begins when it ends.
+        duration = round(end - start, 3)
         self.event: Json = {
             "ph": "X",
             "name": self.name,
             "cat": "compute" if self.track == COMPUTE else "transfer",
             "pid": self.rank,
             "ts": start,
-            "dur": max(long, _SHORTEST) if self.way else long,
+            "dur": max(duration, _SHORTEST) if self.arrow_end else duration,
             "cname": self.look.reserved,
-            "args": self.about,
+            "args": self.details,
         }
 
     @property
@@ -82,7 +92,7 @@ def trace(
     *,
     plan: Plan | None = None,
 ) -> dict[str, Any]:
-    """The run as a Chrome trace, which is also written to ``path`` where given.
+    """Returns the run as a Chrome trace, and writes it to ``path`` if that is given.
 
     Each rank is a process with a track for what it computes and tracks for what it
     sends and receives; slices are named as actions are (``F3@5``), and an arrow leads
@@ -112,164 +122,169 @@ def trace(
     >>> written["traceEvents"][-1]["name"], written["traceEvents"][-1]["dur"]
     ('F3@0', 500000.0)
     """
-    given: Any = events if isinstance(events, Estimate) else list(events)
+    source: Any = events if isinstance(events, Estimate) else list(events)
     counters: list[Json] = []
-    if isinstance(given, Estimate) or given and isinstance(given[0], Span):
-        spans = check_spans(given)
-        slices = [_of_span(span) for span in spans]
+    if isinstance(source, Estimate) or source and isinstance(source[0], Span):
+        spans = check_spans(source)
+        slices = [_slice_of_span(span) for span in spans]
         if plan is not None:
-            counters = list(_counters(spans, check_plan(plan)))
+            counters = list(_make_counters(spans, check_plan(plan)))
     elif plan is not None:
         raise TypeError(
             "memory goes with an estimate, and these are events of a run: give "
             "trace(estimate, path, plan=plan)"
         )
     else:
-        checked = check_events(given)
+        checked = check_events(source)
         zero = min(event.start for event in checked)
-        slices = [_of_event(event, zero) for event in checked]
-    slices.sort(key=lambda one: (one.start, one.end))
-    pairs = _pairs(slices)
+        slices = [_slice_of_event(event, zero) for event in checked]
+    slices.sort(key=lambda s: (s.start, s.end))
+    pairs = _pair_messages(slices)
+    # An arrow cannot lead back in time. Where a message takes none, rounding could make
+    # its receive end before its send begins.
     for send, receive in pairs:
         late = send.start + _SHORTEST - receive.end
-        if 0 < late <= 2 * _SHORTEST:  # an arrow cannot lead back
+        if 0 < late <= 2 * _SHORTEST:
             receive.event["dur"] += late
-    named = _assign(slices)
-    timed = [*(one.event for one in slices), *_arrows(pairs), *counters]
+    metadata = _assign_threads(slices)
+    timed = [*(s.event for s in slices), *_make_arrows(pairs), *counters]
     timed.sort(key=lambda event: event["ts"])
-    written = {"traceEvents": [*named, *timed], "displayTimeUnit": "ms"}
+    file = {"traceEvents": [*metadata, *timed], "displayTimeUnit": "ms"}
     if path is not None:
-        Path(path).write_text(json.dumps(written))
-    return written
+        Path(path).write_text(json.dumps(file))
+    return file
 
 
-def _of_event(event: TimedAction, zero: float) -> Slice:
-    """The slice of a rank's action, on the track of what it computes or transfers."""
+def _slice_of_event(event: TimedAction, zero: float) -> Slice:
+    """Returns the slice of an action, on the track of what it computes or transfers."""
     rank, action, start, end = event
     kind, stage, peer = action.traits, action.stage, action.peer
     look = by_sign(action.kind)
-    about = {"kind": look.title, "stage": stage, "microbatch": action.microbatch}
+    details = {"kind": look.title, "stage": stage, "microbatch": action.microbatch}
     times = start - zero, end - zero
     if peer is None:
-        return Slice(rank, COMPUTE, str(action), times, look, about)
-    about["peer"] = peer
-    track, way, ends = "send", "s", (stage, peer)
+        return Slice(rank, COMPUTE, str(action), times, look, details)
+    details["peer"] = peer
+    track, arrow_end, stages = "send", "s", (stage, peer)
     if kind.transfer == "<":
-        track, way, ends = "receive", "f", (peer, stage)
-    message = (kind.carries, *ends, action.microbatch)
-    return Slice(rank, track, str(action), times, look, about, message, way)
+        track, arrow_end, stages = "receive", "f", (peer, stage)
+    message = (kind.carries, *stages, action.microbatch)
+    return Slice(rank, track, str(action), times, look, details, message, arrow_end)
 
 
-def _of_span(span: Span) -> Slice:
-    """The slice of a span, on the track of its stream."""
+def _slice_of_span(span: Span) -> Slice:
+    """Returns the slice of a span, on the track of its stream."""
     direction, _, peer = span.stream.partition(" ")
-    way = {"to": "s", "from": "f"}.get(direction, "")
-    ends = (str(span.rank), peer)
-    message = ("message", *(ends if way == "s" else ends[::-1]))
+    arrow_end = {"to": "s", "from": "f"}.get(direction, "")
+    ranks = (str(span.rank), peer)
+    message = ("message", *(ranks if arrow_end == "s" else ranks[::-1]))
     name = span.name or span.phase or span.stream
     times = span.start, span.end
-    about = {"unit": span.unit, "phase": span.phase, "stream": span.stream}
+    details = {"unit": span.unit, "phase": span.phase, "stream": span.stream}
     return Slice(
-        span.rank, span.stream, name, times, look_of(span), about, message, way
+        span.rank, span.stream, name, times, look_of(span), details, message, arrow_end
     )
 
 
-def _pairs(slices: Sequence[Slice]) -> list[tuple[Slice, Slice]]:
-    """Each send with its receive, where both are here.
+def _pair_messages(slices: Sequence[Slice]) -> list[tuple[Slice, Slice]]:
+    """Pairs each send with its receive, if both are here.
 
     Of equal messages, as several steps send them, the first that is sent is the first
     that is received.
     """
     receives: dict[tuple[Any, ...], deque[Slice]] = defaultdict(deque)
-    for one in slices:
-        if one.way == "f":
-            receives[one.message].append(one)
-    sends = (one for one in slices if one.way == "s")
-    return [
-        (one, receives[one.message].popleft()) for one in sends if receives[one.message]
-    ]
+    for s in slices:
+        if s.arrow_end == "f":
+            receives[s.message].append(s)
+    sends = (s for s in slices if s.arrow_end == "s")
+    return [(s, receives[s.message].popleft()) for s in sends if receives[s.message]]
 
 
-def _assign(slices: Sequence[Slice]) -> list[Json]:
-    """Set each slice's thread; return the metadata that names and orders them.
-
-    It is the first of its track that is free: slices of one thread must not overlap,
-    and several receives may be posted at a time.
-    """
-    ends: dict[tuple[int, str], list[float]] = defaultdict(list)  # of its threads
-    for one in slices:
-        threads = ends[one.event["pid"], one.track]
-        free = (i for i, end in enumerate(threads) if end <= one.start + _NOISE)
-        one.event["tid"] = place = next(free, len(threads))
-        threads[place : place + 1] = [one.end]
-    firsts: dict[tuple[int, str], int] = {}
+def _assign_threads(slices: Sequence[Slice]) -> list[Json]:
+    """Sets each slice's thread; returns the metadata that names and orders them."""
+    # A track has as many threads as slices overlap in it, since those of one thread
+    # must not: several receives may be posted at a time. First they are counted from 0
+    # in each track, by the ends of what is on them.
+    thread_ends: dict[tuple[int, str], list[float]] = defaultdict(list)
+    for s in slices:
+        ends = thread_ends[s.event["pid"], s.track]
+        free = (i for i, end in enumerate(ends) if end <= s.start + _NOISE)
+        s.event["tid"] = thread = next(free, len(ends))
+        ends[thread : thread + 1] = [s.end]
+    first_threads: dict[tuple[int, str], int] = {}
     ranks: list[Json] = []
     tracks: list[Json] = []
 
-    def name(named: list[Json], what: str, of: Json, name: str, order: int) -> None:
-        about = {"ph": "M", "ts": 0, **of}
-        named += [
-            {**about, "name": f"{what}_name", "args": {"name": name}},
-            {**about, "name": f"{what}_sort_index", "args": {"sort_index": order}},
+    def add_names(
+        metadata: list[Json], kind: str, ids: Json, name: str, order: int
+    ) -> None:
+        fields = {"ph": "M", "ts": 0, **ids}
+        metadata += [
+            {**fields, "name": f"{kind}_name", "args": {"name": name}},
+            {**fields, "name": f"{kind}_sort_index", "args": {"sort_index": order}},
         ]
 
-    for rank in sorted({rank for rank, _ in ends}):
-        name(ranks, "process", {"pid": rank}, f"rank {rank}", rank)
+    for rank in sorted({rank for rank, _ in thread_ends}):
+        add_names(ranks, "process", {"pid": rank}, f"rank {rank}", rank)
         thread = rank * _THREADS_OF_A_RANK + 1
-        own = [track for of, track in ends if of == rank]
-        for track in sorted(own, key=lambda track: track != COMPUTE):
-            firsts[rank, track] = thread
-            for place in range(len(ends[rank, track])):
-                said = f"{track} {place + 1}" if place else track
-                name(tracks, "thread", {"pid": rank, "tid": thread}, said, thread)
+        rank_tracks = [track for other, track in thread_ends if other == rank]
+        for track in sorted(rank_tracks, key=lambda track: track != COMPUTE):
+            first_threads[rank, track] = thread
+            for i in range(len(thread_ends[rank, track])):
+                title = f"{track} {i + 1}" if i else track
+                ids = {"pid": rank, "tid": thread}
+                add_names(tracks, "thread", ids, title, thread)
                 thread += 1
-    for one in slices:
-        one.event["tid"] += firsts[one.event["pid"], one.track]
+    for s in slices:
+        s.event["tid"] += first_threads[s.event["pid"], s.track]
     return ranks + tracks
 
 
-def _arrows(pairs: Sequence[tuple[Slice, Slice]]) -> Iterator[Json]:
-    """Yield the flow events ("s", "f") from each send to its receive."""
+def _make_arrows(pairs: Sequence[tuple[Slice, Slice]]) -> Iterator[Json]:
+    """Yields the flow events ("s", "f") from each send to its receive."""
     for number, (send, receive) in enumerate(pairs, 1):
         # A receive is posted before its send begins: the arrow leads to its end, and
         # stays inside the slice that it is bound to.
         times = send.start, receive.end - _SHORTEST / 2
-        about = {"id": number, "cat": "transfer", "name": send.message[0]}
-        for one, time in zip((send, receive), times, strict=True):
-            where = {place: one.event[place] for place in ("pid", "tid")}
-            yield {**about, "ph": one.way, **where, "ts": time} | (
-                {"bp": "e"} if one is receive else {}  # the slice around the time
+        fields = {"id": number, "cat": "transfer", "name": send.message[0]}
+        for s, time in zip((send, receive), times, strict=True):
+            ids = {key: s.event[key] for key in ("pid", "tid")}
+            # "bp": "e" binds the end to the slice around its time, not to the next one.
+            yield {**fields, "ph": s.arrow_end, **ids, "ts": time} | (
+                {"bp": "e"} if s is receive else {}
             )
 
 
-def _counters(spans: Sequence[Span], plan: Plan) -> Iterator[Json]:
-    """Yield ranks' memory at moments of the step, as counter events ("C")."""
-    own = {own.rank: own for own in plan.ranks}
+def _make_counters(spans: Sequence[Span], plan: Plan) -> Iterator[Json]:
+    """Yields ranks' memory at moments of the step, as counter events ("C")."""
+    rank_plans = {rank_plan.rank: rank_plan for rank_plan in plan.ranks}
     for rank in dict.fromkeys(span.rank for span in spans):
-        if rank not in own:
+        if rank not in rank_plans:
             raise ValueError(
-                f"the estimate has rank {rank}, and the plan only {[*own]}: give the "
-                "plan that was estimated"
+                f"the estimate has rank {rank}, and the plan only {[*rank_plans]}: "
+                "give the plan that was estimated"
             )
-        curve = curve_of(own[rank], spans)
-        step = curve.length / _MOMENTS or 1.0
-        moments: dict[int, list[tuple[float, tuple[int, ...]]]] = {}
-        for time, held in curve.points:
-            both = moments.setdefault(int(time / step), [(time, held), (time, held)])
-            if sum(held) > sum(both[0][1]):
-                both[0] = (time, held)
-            both[1] = (time, held)
-        for highest, latest in moments.values():  # peaks stay, whatever is left out
-            for time, held in dict.fromkeys((highest, latest)):
+        curve = curve_of(rank_plans[rank], spans)
+        step = curve.length / _MAX_MOMENTS or 1.0
+        # Of each part of the step its highest point and its last one: peaks stay,
+        # whatever is left out.
+        moments: dict[int, list[tuple[float, BytesByKind]]] = {}
+        for point in curve.points:
+            highest_and_last = moments.setdefault(int(point[0] / step), [point, point])
+            if sum(point[1]) > sum(highest_and_last[0][1]):
+                highest_and_last[0] = point
+            highest_and_last[1] = point
+        for highest, last in moments.values():
+            for time, sizes in dict.fromkeys((highest, last)):
                 yield {
                     "ph": "C",
                     "name": "memory",
                     "pid": rank,
                     "ts": _microseconds(time),
-                    "args": dict(zip(KINDS, held, strict=True)),
+                    "args": dict(zip(KINDS, sizes, strict=True)),
                 }
 
 
 def _microseconds(seconds: float) -> float:
-    """Seconds as a trace file gives times."""
+    """Returns a time in the unit of a trace file."""
     return round(float(seconds) * 1e6, 3)

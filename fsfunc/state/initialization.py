@@ -25,10 +25,10 @@ from torch import Tensor
 
 from fsfunc import _torch, tree
 from fsfunc.comm.comparison import Lines
-from fsfunc.comm.descriptions import told
+from fsfunc.comm.descriptions import describe_lines
 from fsfunc.comm.tracebacks import api_boundary
 from fsfunc.core.frames import transformed
-from fsfunc.optim.schedules import answers
+from fsfunc.optim.schedules import ask_schedules_and_masks
 from fsfunc.runtime.memory_spaces import Store, moments_go_to
 from fsfunc.sharded.inputs import check_function
 from fsfunc.sharded.leaf import is_sharded
@@ -355,7 +355,8 @@ def _make_state(request: LayoutRequest, first: _FirstState) -> PyTree:
 
         def optimizer_lines() -> Lines:
             optimizer = known_optimizer(first.optimizer)
-            return told("optimizer", optimizer, answers(params))
+            asked = ask_schedules_and_masks(params)
+            return describe_lines("optimizer", optimizer, asked)
 
         run.interpretations = handlers  # type: ignore[attr-defined]
         # Patterns of splits name paths of parameters; those of rank-local values name

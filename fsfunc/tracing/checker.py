@@ -66,7 +66,7 @@ class Checker(Tracer, Watcher, TypedOperators):
         varying: Iterable[int] = (),
     ):
         TypedOperators.__init__(self, axes, alone, stand_ins, varying)
-        self.call_keys: list[tuple[Hashable, ...]] = []
+        self.call_keys: list[tuple[Any, ...]] = []
         self.numbers_given: list[NumbersGiven] = []
         self.rank_local_paths: set[str] = set()
         # (unit, leaves) that were gathered for the unit whose body runs next.

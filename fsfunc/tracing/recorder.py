@@ -230,7 +230,7 @@ class Recorder(Findings, Tracer, Watcher):
     draws: bool = False
     needs_no_check: bool = True
     user_reads: dict[str, bool] = field(default_factory=dict)
-    call_keys: list[tuple[Hashable, ...]] = field(default_factory=list)
+    call_keys: list[tuple[Any, ...]] = field(default_factory=list)
     numbers_given: list[NumbersGiven] = field(default_factory=list)
     steadiness: Steadiness = field(default_factory=Steadiness)
     gradient_lines: set[str] = field(default_factory=set)

@@ -160,9 +160,8 @@ def each_ranks_own(mesh, folder):
     mine = {"h": torch.arange(4.0) + mesh.rank, "w": torch.ones(3)}
     ff.save(folder / "own", mine)
     found = ff.load(folder / "own", tree.map(torch.zeros_like, mine))
-    own = {
-        p: dict(x.stacked_axes) for p, x in ff.metadata(folder / "own").tensors.items()
-    }
+    saved = ff.metadata(folder / "own").tensors
+    own = {p: dict(x.stacked_axes) for p, x in saved.items()}
     return equal(found, mine) and own == {"h": {"data": 2}, "w": {}}
 
 

@@ -389,7 +389,7 @@ def test_a_fork_has_nothing_in_flight(tmp_path, gate):
 
 ENDS = """
 import sys, torch, fsfunc as ff
-from fsfunc.checkpoint import ___
+from fsfunc.checkpoint import safetensors
 if sys.argv[2] == "fails":
     def broken(*_):
         raise OSError(28, "No space left on device")

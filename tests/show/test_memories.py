@@ -10,7 +10,7 @@ from fsfunc.planning.hardware import A100_40
 from fsfunc.runtime.memory import KINDS
 from fsfunc.show import memory
 from fsfunc.show.charts import MEMORY
-from fsfunc.show.memory_curves import held_by_unit
+from fsfunc.show.memory_curves import peak_by_unit
 from fsfunc.show.memory_plot import ROWS, curve_of, stack
 from tests.show.planned import body, golden, lone, ran, small, stages
 
@@ -42,12 +42,12 @@ def test_the_curve_is_what_the_plan_says(plan, count):
     own = plan.ranks[0]
     curve = curve_of(own)
     assert sum(curve.peak[1]) == own.peak_bytes
-    assert curve.given == (0,) * len(KINDS)  # nothing without an operator
+    assert curve.at_start == (0,) * len(KINDS)  # nothing without an operator
     assert dict(zip(KINDS, curve.peak[1], strict=True)) == own.peak
     assert curve.length == sum(1 for _ in own.ops())
     times = [at for at, _ in curve.points]
     assert times == sorted(times) and all(0 <= t <= curve.length for t in times)
-    turns = curve.turns.spans
+    turns = curve.phases.spans
     ends = [turn.end for turn in turns]
     assert [turn.start for turn in turns] == [0, *ends][: len(ends)]
     columns = curve.columns(count)
@@ -55,7 +55,7 @@ def test_the_curve_is_what_the_plan_says(plan, count):
     if own.peak_bytes:
         assert columns[curve.peak_column(count)] == curve.peak[1]
     if curve.length >= count and turns:
-        assert all(curve.turns.columns(0, curve.length, count))
+        assert all(curve.phases.columns(0, curve.length, count))
     top = max(own.peak_bytes, 1)
     for held in columns:  # stacked to scale
         column = stack(tuple(held), list(MEMORY), top)
@@ -112,10 +112,10 @@ def test_over_time_it_is_the_same_memory(plan):
     moments = [at for at, _ in timed.points]
     assert moments == sorted(moments)
     assert all(0 <= at <= timed.length for at in moments)
-    ends = [span.end for span in timed.turns.spans]
+    ends = [span.end for span in timed.phases.spans]
     assert timed.length == max(ends, default=0.0) and timed.peak[1] == curve.peak[1]
     if own.peak_bytes:
-        assert sum(size for _, _, size in held_by_unit(own)) == own.peak_bytes
+        assert sum(size for _, _, size in peak_by_unit(own)) == own.peak_bytes
         assert timed.columns(7)[timed.peak_column(7)] == timed.peak[1]
 
 
@@ -134,9 +134,9 @@ def test_equal_layers_are_one_row_and_what_comes_later_was_not_there_at_first():
     took += [Allocated(i, 4, "aten.mm", unit, "x") for i, unit in enumerate(layers, 1)]
     took += [Allocated(9, 30, "aten.empty", "model.norm", "x", "lm_head")]
     plan = lone([*took, Allocated(10, 1, "", "", "")], {9: "gathered", 10: "buffers"})
-    held = held_by_unit(plan.ranks[0])
+    held = peak_by_unit(plan.ranks[0])
     assert ("activations", "model.layers.0-1,10 ×3", 12) in held
     assert ("gathered", "lm_head", 30) in held
     shown = memory(plan)
-    assert sum(shown.curve.given) == 8
-    assert "gathered of lm_head: 30 B" in [words for _, words in shown.said()]
+    assert sum(shown.curve.at_start) == 8
+    assert "gathered of lm_head: 30 B" in [words for _, words in shown.peak_parts()]

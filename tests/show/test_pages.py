@@ -15,7 +15,7 @@ from fsfunc.planning.plans import Plan, PlannedLeaf, RankPlan
 from fsfunc.printing.tables import of_bytes, of_seconds
 from fsfunc.sharded.packed_layouts import pack_flat
 from fsfunc.show import html
-from fsfunc.show.lanes import named
+from fsfunc.show.lanes import name_of
 from tests.models import train_step
 from tests.show.planned import lone, ran, small, stages
 
@@ -72,7 +72,7 @@ def test_every_span_is_there_once_with_the_plan_s_figures(pipelined, tmp_path):
     assert Counter(said.rpartition(": ")[2] for _, said, _ in spans) == Counter(
         expected
     )
-    starts = Counter(f"{named(s)}, {s.phase}: " for s in shown)
+    starts = Counter(f"{name_of(s)}, {s.phase}: " for s in shown)
     assert Counter(re.match(r".*?, \w*: ", said)[0] for _, said, _ in spans) == starts
     labels = {label for _, _, each in spans for label in each}
     for turn in ("F", "B"):  # of the three microbatches

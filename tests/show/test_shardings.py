@@ -12,7 +12,7 @@ from fsfunc.sharded.layout import Layout, Owned, Split, every_coordinate
 from fsfunc.sharded.packed_layouts import pack_flat
 from fsfunc.sharded.slices import take
 from fsfunc.show import plan, sharding
-from fsfunc.show.layouts import MOST_COLUMNS, MOST_ROWS, grid_of, part_in_words
+from fsfunc.show.layouts import MAX_COLUMNS, MAX_ROWS, grid_of, part_in_words
 from tests.models import chain, layers
 from tests.show.planned import golden, small
 
@@ -67,9 +67,9 @@ def test_every_element_lies_in_the_cell_of_who_holds_it(layout):
     columns = math.prod(layout.shape[grid.dims :])
     assert (grid.rows[0], grid.columns[0]) == (0, 0)
     assert grid.rows[-1] * grid.columns[-1] == layout.numel
-    assert len(grid.rows) <= MOST_ROWS + 1 and len(grid.columns) <= MOST_COLUMNS + 1
+    assert len(grid.rows) <= MAX_ROWS + 1 and len(grid.columns) <= MAX_COLUMNS + 1
     for element, key in held.items():
-        assert grid.at(*divmod(element, columns)) == key
+        assert grid.holders_at(*divmod(element, columns)) == key
 
 
 @given(layouts(), st.integers(1, 3), st.integers(0, 200))
@@ -127,7 +127,7 @@ rank  at              holds       elements  as
 def test_what_is_too_fine_for_a_grid_is_a_table():
     flat = pack_flat([(4096, 512)], F32, ["w"], ["data"], 1024, "u")[0]
     shown = sharding(flat, rank=1023)
-    assert shown.grid is None and len(shown.held) == 1024
+    assert shown.grid is None and len(shown.holder_coordinates) == 1024
     *_, more, _, last = shown.text().splitlines()
     assert more == "... and 1004 more"
     assert last.startswith("rank 1023 holds .flat[2095104:2097152]: 2048 of 2097152 el")

@@ -15,7 +15,7 @@ from fsfunc.planning.estimation import estimate
 from fsfunc.planning.hardware import A100_40
 from fsfunc.show import Timeline, streams, timeline
 from fsfunc.show.charts import computing
-from fsfunc.show.estimates import rates
+from fsfunc.show.estimates import describe_rates
 from tests.show.planned import STEP, golden, small, span
 
 F0, B0 = Action("F", 0, 0), Action("B", 0, 0)
@@ -246,7 +246,7 @@ def test_a_column_shows_what_takes_most_of_it(pieces, count):
 def test_an_estimate_says_its_times():
     found = estimate(small(), A100_40)
     shown = streams(found)
-    assert shown.title == rates(found) and "MFU <1 %" in shown.title
+    assert shown.title == describe_rates(found) and "MFU <1 %" in shown.title
     assert str(shown).startswith(shown.title)
     assert {lane.stream for lane in shown.lanes} == {"compute"}
     assert sum(lane.busy for lane in shown.lanes) == pytest.approx(found.compute)

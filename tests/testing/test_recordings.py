@@ -593,7 +593,7 @@ def test_objects_are_those_of_the_arguments_that_are_given():
 PROGRAM = """
 import json, sys
 import fsfunc as ff
-from fsfunc.testing.recordings.keeping import ___
+from fsfunc.testing.recordings.keeping import CallRecorder, leaf_checksums
 from tests.models import floats, layers
 from tests.testing.test_recordings import OPTIMIZER, pipelined, sharded
 

@@ -118,6 +118,9 @@ class Link:
             call: the collective in which it was raised; it is printed.
         """
 
+    def after_others(self) -> None:
+        """Lets the other ranks of this process run first, where there are some."""
+
     def trim(self) -> None:
         """Frees memory that is kept for the next collectives."""
 

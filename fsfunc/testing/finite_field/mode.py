@@ -25,17 +25,12 @@ from torch import Tensor
 from fsfunc import _torch
 from fsfunc._torch import formulas
 from fsfunc.comm.attribution import current_label, source_line
-from fsfunc.testing.finite_field import (
-    field as numbers,
-    linear_algebra as _linear_algebra  # noqa: F401,
-    matrices as _matrices  # noqa: F401,
-    resampling as _resampling  # noqa: F401,
-)
+from fsfunc.testing.finite_field import field as numbers
 
 # Imported for the rules that they register.
-from fsfunc.testing.finite_field import ___
-from fsfunc.testing.finite_field import ___
-from fsfunc.testing.finite_field import ___
+from fsfunc.testing.finite_field import linear_algebra as _linear_algebra  # noqa: F401
+from fsfunc.testing.finite_field import matrices as _matrices  # noqa: F401
+from fsfunc.testing.finite_field import resampling as _resampling  # noqa: F401
 from fsfunc.testing.finite_field.field import Field, NoResidue, lift
 from fsfunc.testing.finite_field.indexing import FACTORIES, FILLS, MOVES, SUMS
 from fsfunc.testing.finite_field.optimizer_kernels import kernel_equation, run_foreach
