@@ -15,6 +15,8 @@ normalization.py    layer norm and RMS norm of split features
 numerics.py         dtypes of sums, autocast; random numbers of each rank, dropout
 """
 
+from typing import TYPE_CHECKING
+
 from fsfunc.nn.context_parallel import all_to_all_attention, ring_attention
 from fsfunc.nn.cross_entropy import vocab_cross_entropy
 from fsfunc.nn.experts import combine, dispatch, expert_layer
@@ -33,3 +35,36 @@ from fsfunc.nn.statistics import (
 )
 from fsfunc.nn.tensor_parallel import column_linear, row_linear, vocab_embedding
 from fsfunc.nn.tiled_cross_entropy import linear_cross_entropy
+
+# What a checker takes for public; at run time `help` and `*` go by the names there are.
+if TYPE_CHECKING:
+    __all__ = [
+        "all_to_all_attention",
+        "batch_norm",
+        "column_linear",
+        "combine",
+        "commit_statistics",
+        "dispatch",
+        "dropout",
+        "expert_layer",
+        "init_statistics",
+        "layer_norm",
+        "linear_cross_entropy",
+        "Moments",
+        "own_draws",
+        "ring_attention",
+        "rms_norm",
+        "route",
+        "Routing",
+        "row_linear",
+        "RunningStatistics",
+        "sync_batch_norm",
+        "top_1_gating",
+        "top_2_gating",
+        "top_k_gating",
+        "unzigzag",
+        "vocab_cross_entropy",
+        "vocab_embedding",
+        "zigzag",
+        "zigzag_positions",
+    ]

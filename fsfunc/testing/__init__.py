@@ -41,6 +41,8 @@ drawn_models.py     the models, steps and stacks that strategies draw
 strategies.py       strategies of hypothesis
 """
 
+from typing import TYPE_CHECKING
+
 from fsfunc.runtime.lazy_imports import lazy_names as _later_names
 from fsfunc.testing.comparing import assert_equal, integers
 from fsfunc.testing.costs import Living, assert_cost, live_bytes
@@ -59,7 +61,39 @@ from fsfunc.testing.rank_checks import (
 from fsfunc.testing.recordings import PartsFromRecording, recorded, replay
 from fsfunc.testing.transposes import check_collective
 
-# It needs hypothesis.
-__getattr__, __dir__ = _later_names(
-    __name__, {"strategies": "fsfunc.testing.strategies"}
-)
+if TYPE_CHECKING:
+    from fsfunc.testing import strategies
+else:  # It needs hypothesis.
+    __getattr__, __dir__ = _later_names(
+        __name__, {"strategies": "fsfunc.testing.strategies"}
+    )
+
+# What a checker takes for public; at run time `help` and `*` go by the names there are.
+if TYPE_CHECKING:
+    __all__ = [
+        "assert_cost",
+        "assert_equal",
+        "assert_equals_one_device",
+        "check_batch",
+        "check_collective",
+        "check_replicated",
+        "check_types",
+        "exact",
+        "finite",
+        "first_difference",
+        "FirstDifference",
+        "integers",
+        "live_bytes",
+        "Living",
+        "NoExactRule",
+        "NotFinite",
+        "OddBatch",
+        "PartsFromRecording",
+        "poison",
+        "Proof",
+        "prove",
+        "recorded",
+        "replay",
+        "residues",
+        "strategies",
+    ]

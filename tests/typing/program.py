@@ -129,6 +129,9 @@ def main(folder: Path) -> float:
     # dict[str, Tensor]
     reveal_type(ff.global_norm(params))
     # Tensor
+    reveal_type(ff.nn.rms_norm(batch))
+    # Tensor
+    ff.testing.assert_equal(ff.tree.map(torch.clone, params), params)
     reveal_type(ff.axis_index("data"))
     # int
     return loss.item()

@@ -1,7 +1,9 @@
 """What a checker, and so an editor, makes of a user's program."""
 
 import json
+import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -12,12 +14,21 @@ HERE = Path(__file__).parent
 
 
 @pytest.fixture(scope="module")
-def diagnostics():
-    """By file, (line, severity, rule, message) of what pyright says about it."""
-    files = [HERE / "program.py", HERE / "mistakes.py"]
+def diagnostics(tmp_path_factory):
+    """By file, (line, severity, rule, message) of what pyright says about it.
+
+    Read where a user's program lies: outside this repository, whose settings for its
+    own sources allow more.
+    """
+    folder = tmp_path_factory.mktemp("user")
+    files = [folder / name for name in ("program.py", "mistakes.py")]
+    for file in files:
+        shutil.copy(HERE / file.name, file)
+    command = [sys.executable, "-m", "pyright", "--pythonpath", sys.executable]
     run = subprocess.run(
-        [sys.executable, "-m", "pyright", "--outputjson", *map(str, files)],
-        cwd=HERE.parent.parent,
+        [*command, "--outputjson", *map(str, files)],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(HERE.parent.parent)},
         capture_output=True,
         text=True,
         timeout=300,
