@@ -100,6 +100,8 @@ def call_unit(
             raise RuntimeError(f"{call.name} runs outside the sharded function")
         others = all_leaves[len(leaves) :]
         arguments = UnitArguments(leaves, treedef, gathered, inputs, named, others)
+        # Nearly always. Under `torch.func` and `create_graph` every step must have a
+        # derivative, so nothing is freed there and gathered again.
         if not composable:
             return _gather_and_forget(runtime, run, call, arguments)
         check_mapped(call, [leaves[i] for i in gathered])
@@ -118,6 +120,8 @@ def _gather_and_forget(
 ) -> PyTree:
     """Runs the unit between the two Functions, which free and re-gather buffers."""
     leaves, state = arguments.leaves, running()
+    # Through each unit, so that autograd runs the backward of all of them, in reverse
+    # order on every rank: their reductions must meet.
     unit_token = state.thread
     token = None if unit_token is None else unit_token.token
     with label(call.name, "forward"):
