@@ -18,7 +18,7 @@ sharded_calls.py    its interpretation: of unit calls and of gradient calls
 unit_calls.py       a unit call, and the autograd.Functions around it: gather, free,
                     gather, reduce
 shard_runtime.py    one call on a rank: its gathers and its gradients
-gathers.py          gathered buffers: in flight, arrived, held by a unit call, dropped
+gathers.py          gathered buffers: in flight, arrived, used by a unit call, dropped
 gradient_sums.py    gradients of buffers: packed, reduced, summed
 gradients.py        the tree of gradients: sums as means; checks of derivatives
 ownership.py        whether a plain tensor is replicated or rank-local; assume

@@ -163,7 +163,8 @@ class _Accumulate(Interpretation):
                     if sums_in_place and sums.is_writable:
                         part = part.replace(earlier_grads=sums.grads)
                     sums.add(batch.take_row_gradients(run(part), by_rows))
-                    del part  # with `into`: the sums of before would live on in it
+                    # It refers to the sums of before, which new ones may replace.
+                    del part
                 i += 1
                 if rounds is not None:
                     handed = [sums, *(runtime.sums for _, runtime in f.runtimes)]

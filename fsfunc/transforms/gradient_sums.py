@@ -1,6 +1,6 @@
 """Gradients of packed buffers in one gradient call: packed, reduced and summed.
 
-The backward of each unit call hands its gradients over (`ShardRuntime.gradient_of`).
+The backward of each unit call hands its gradients over (`ShardRuntime.add_gradient`).
 Those of one buffer are packed into one tensor, and take this way::
 
     pack -> add -> (accumulating) -> reducing -> (summing_replicas) -> grads

@@ -104,6 +104,8 @@ def call_unit(
             raise RuntimeError(f"{call.name} runs outside the sharded function")
         others = all_leaves[len(leaves) :]
         arguments = UnitArguments(leaves, treedef, gathered, inputs, named, others)
+        # Nearly always. Under `torch.func` and `create_graph` every step must have a
+        # derivative, so nothing is freed there and gathered again.
         if not composable:
             return _gather_and_forget(runtime, run, call, arguments)
         check_mapped(call, [leaves[i] for i in gathered])
@@ -122,6 +124,8 @@ def _gather_and_forget(
 ) -> PyTree:
     """Runs the unit between the two Functions, which free and re-gather buffers."""
     leaves, state = arguments.leaves, running()
+    # Through each unit, so that autograd runs the backward of all of them, in reverse
+    # order on every rank: their reductions must meet.
     unit_token = state.token
     token = None if unit_token is None else unit_token.latest
     with label(call.name, "forward"):
@@ -373,49 +377,51 @@ class UnitBoundary(NamedTuple):
         runtime, calls, (views, others) = self.runtime, self.calls, arguments
         # What a recompute saves is read by the backward that it runs in: nothing is
         # freed between. Nor is what stays to the backward, or belongs to the state.
-        keys, forgotten, first_view = [], [], 0
+        storage_keys, to_forget, first_view = [], [], 0
         for call, shard in zip(calls, self.shards, strict=True):
-            keys.append(_torch.storage_key(views[first_view]))
+            storage_keys.append(_torch.storage_key(views[first_view]))
             if not state.recompute and call.lifetime is Lifetime.CALL:
                 # By the view: an inner unit's call may have dropped the buffer since.
                 offset = int(views[first_view].storage_offset()) - call.views[0][2]
-                forgotten.append((call, shard, keys[-1], offset))
+                to_forget.append((call, shard, storage_keys[-1], offset))
             first_view += len(call.views)
-        tracked, roots = [], []
+        tracked_positions, roots = [], []
         for i, y in enumerate(outs):
             if isinstance(y, Tensor):
                 # An output in the buffer's memory would be overwritten with that.
-                if _torch.storage_key(y) in keys:
+                if _torch.storage_key(y) in storage_keys:
                     outs[i] = y = y.clone()
                 if y.requires_grad:
-                    tracked.append(i)
+                    tracked_positions.append(i)
                     roots.append(y.grad_fn)
-        if not tracked and token is None or not torch.is_grad_enabled():
+        if not tracked_positions and token is None or not torch.is_grad_enabled():
             return token  # one made without grad would break the order of units
-        if forgotten and state.saves_nothing:
+        if to_forget and state.saves_nothing:
             # A recompute makes the whole graph anew: nothing is saved that a hook could
             # replace.
             calls[0].gathers_again = True
-        elif forgotten:
+        elif to_forget:
             # The walk ends at the arguments, behind which other units' graphs begin.
             stop = set()
             for x in (*views, *others):
                 x = x._part if isinstance(x, Sharded) else x
                 if isinstance(x, Tensor):
                     stop.add(x.grad_fn)
-            nodes, hook_count = _torch.graph_nodes(roots, stop), 0
+            graph_nodes, hook_count = _torch.graph_nodes(roots, stop), 0
             if savers:
-                nodes += [x.grad_fn for x in savers]
-            for call, shard, key, offset in forgotten:
+                graph_nodes += [x.grad_fn for x in savers]
+            for call, shard, storage_key, offset in to_forget:
                 pack, unpack = _forgetting_hooks(runtime, call, shard, offset)
-                hook_count += _torch.hook_saved(nodes, key, pack, unpack)
+                hook_count += _torch.hook_saved(graph_nodes, storage_key, pack, unpack)
             # A backward that reads no parameter (of a sum, say) needs no gather.
             if hook_count:
                 calls[0].gathers_again = True
         if not state.recompute:
             runtime.after_forward(calls)
-        token, *exits = _Exit.apply(self, token, *map(outs.__getitem__, tracked))
-        for i, y in zip(tracked, exits, strict=True):
+        token, *exits = _Exit.apply(
+            self, token, *map(outs.__getitem__, tracked_positions)
+        )
+        for i, y in zip(tracked_positions, exits, strict=True):
             outs[i] = y
         return token
 

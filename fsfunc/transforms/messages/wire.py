@@ -191,7 +191,7 @@ def divisor_before_sum(n: int) -> int:
     Their sum would overflow where their mean does not, and divided by ``n`` at once
     they would vanish: so half of it comes before, half after. (FairScale's rule.)
 
-    >>> [divided_before(n) for n in (1, 2, 3, 4, 6, 8)]
+    >>> [divisor_before_sum(n) for n in (1, 2, 3, 4, 6, 8)]
     [1, 2, 2, 2, 4, 4]
     """
     divisor = 1
