@@ -322,7 +322,7 @@ class UnpackedTree:
         )
         self.groups: LeafGroups = _single_leaf_groups(len(self.tensors))
 
-    def rebuild(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+    def rebuild(self, tensors: Sequence[Tensor]) -> list[Leaf]:
         """Returns the leaves with these tensors: here the tensors themselves."""
         return list(tensors)
 
