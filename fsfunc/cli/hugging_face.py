@@ -63,13 +63,13 @@ class HuggingFaceStep:
     """
 
     def __init__(self, path: Path, passed: Sequence[str]):
-        self.path = path / "config.json" if path.is_dir() else path
-        self.options = _parse_options(passed)
-        self.config = _load_config(self.path)
+        self.path: Path = path / "config.json" if path.is_dir() else path
+        self.options: argparse.Namespace = _parse_options(passed)
+        self.config: Any = _load_config(self.path)
         positions = (
             getattr(self.config, "max_position_embeddings", None) or LONGEST_SEQUENCE
         )
-        self.length = self.options.length or min(positions, LONGEST_SEQUENCE)
+        self.length: int = self.options.length or min(positions, LONGEST_SEQUENCE)
         if self.length > positions:
             raise Refused(
                 f"--length {self.length}: the model of {self.path} has positions for "

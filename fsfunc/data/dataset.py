@@ -96,7 +96,9 @@ class BatchDataset:
         share: RankShare,
         collate: Callable[[list[Any]], PyTree],
     ):
-        self.dataset, self.order, self.share = dataset, order, share
+        self.dataset: Dataset = dataset
+        self.order: BatchOrder = order
+        self.share: RankShare = share
         self.collate = collate
         # The order of the epoch that was read last.
         self._epoch = -1
@@ -182,6 +184,8 @@ class Shuffled:
     >>> sorted(order[i] for i in range(10)) == list(range(10))
     True
     """
+
+    n: int
 
     def __init__(self, n: int, key: int):
         self.n, bits = n, max(_LEAST_BITS, (n - 1).bit_length())

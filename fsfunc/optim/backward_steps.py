@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from fsfunc import tree
-from fsfunc.core.frames import frame, inside
+from fsfunc.core.frames import Frame, frame, inside
 from fsfunc.core.losses import Weighted
 from fsfunc.core.outcomes import GradientCall, Outcome
 from fsfunc.core.reduction_hooks import GradientSteps
@@ -159,14 +159,23 @@ class BackwardSteps(GradientSteps):
 
     called = "step_in_backward"
     why_consumed = USED_UP
+    optimizer: Optimizer
+    state: State
+    frame: Frame
+    old: list[Leaf]
+    treedef: tree.TreeDef
+    has_gradient_call: bool
+    microbatches: int
 
     def __init__(self, optimizer: Optimizer, state: State, params: Tree):
         # The backward pass runs in frames of its own: a step runs in this one.
         self.optimizer, self.state, self.frame = optimizer, state, frame()
         self.old, self.treedef = tree.flatten(params, is_sharded)
-        self.paths = paths_of(self.treedef)
-        self.mirrored = MirroredState(state, self.old, self.treedef, self.paths)
-        self.new = list(self.old)
+        self.paths: list[str] = paths_of(self.treedef)
+        self.mirrored: MirroredState = MirroredState(
+            state, self.old, self.treedef, self.paths
+        )
+        self.new: list[Leaf] = list(self.old)
         self.done: dict[int, FlatShard] = {}  # buffers that were stepped, by identity
         self.has_gradient_call, self.microbatches = False, 1
         by_buffer: dict[int, tuple[FlatShard, list[int]]] = {}
@@ -174,7 +183,7 @@ class BackwardSteps(GradientSteps):
             if is_sharded(x) and (shard := x.packed) is not None and trainable(x):
                 by_buffer.setdefault(id(shard), (shard, []))[1].append(i)
         # By identity, the buffers of which all leaves are here, and these positions.
-        self.positions = {
+        self.positions: dict[int, list[int]] = {
             key: positions
             for key, (shard, positions) in by_buffer.items()
             if len(positions) == len(shard.members)
@@ -332,6 +341,11 @@ class MirroredState:
         leaves, treedef, paths: of the parameters.
     """
 
+    treedef: tree.TreeDef
+    paths: Sequence[str]
+    nodes: list[PyTree]
+    treedef_of_nodes: tree.TreeDef
+
     def __init__(
         self,
         state: State,
@@ -360,9 +374,11 @@ class MirroredState:
 
         # The nodes of the state: trees like the parameters (columns), and other leaves.
         self.nodes, self.treedef_of_nodes = tree.flatten(state, ends)
-        self.columns = [column_of(x) for x in self.nodes]
-        self.new_columns = [None if c is None else list(c) for c in self.columns]
-        self.new_nodes = list(self.nodes)  # those that are no columns
+        self.columns: list[list[Leaf] | None] = [column_of(x) for x in self.nodes]
+        self.new_columns: list[list[Leaf] | None] = [
+            None if c is None else list(c) for c in self.columns
+        ]
+        self.new_nodes: list[PyTree] = list(self.nodes)  # those that are no columns
 
     def part(self, positions: Sequence[int]) -> State:
         """Returns the piece of the parameters at ``positions``, as before the step."""

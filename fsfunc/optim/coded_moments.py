@@ -119,7 +119,7 @@ class Coder:
         self.first_bits = _ONE_BITS - (exponents << 3)
         self.last_code = 127 if signed else 255
         # Added before, and taken off after: so code 0 stands for 0 itself.
-        self.offset = 2.0**-exponents
+        self.offset: float = 2.0**-exponents
 
     def encode(
         self, x: Tensor, codes: Tensor, scales: Tensor, dither: Tensor, spare: Tensor
@@ -295,6 +295,10 @@ class CodedStep:
         coders: of each moment.
         count: of updates, which decides how codes are rounded.
     """
+
+    kernel: Kernel
+    coders: Sequence[Coder]
+    count: int
 
     def __init__(self, kernel: Kernel, coders: Sequence[Coder], count: int):
         self.kernel, self.coders, self.count = kernel, coders, count

@@ -56,13 +56,14 @@ class FactoredLeaf:
     """
 
     def __init__(self, position: int, param: Leaf, grad: Leaf, moments: Sequence[Leaf]):
-        self.position, self.shape = position, tuple(param.shape)
+        self.position: int = position
+        self.shape: tuple[int, ...] = tuple(param.shape)
         self.p: Tensor = local_tensor(param)
         self.g: Any = local_tensor(grad)  # None once it has been used
-        self.sum_dtype = sum_dtype(self.p.dtype)
-        self.device = computing_device(self.p)
+        self.sum_dtype: torch.dtype = sum_dtype(self.p.dtype)
+        self.device: torch.device = computing_device(self.p)
         self.axes: tuple[str, ...] = ()
-        self.boxes = [Box((0,) * len(self.shape), self.shape, 0)]
+        self.boxes: list[Box] = [Box((0,) * len(self.shape), self.shape, 0)]
         if is_sharded(param):
             self.axes = tuple(sorted(param.layout.axes))
             self.boxes = _local_boxes(param.layout) if self.axes else self.boxes

@@ -74,21 +74,23 @@ def run_kernel(
         run = lambda *columns, weight_decay: kernel(*columns)  # noqa: E731
         leaf_decays = [0.0] * len(matched.active)
     writing = Writing(matched)
-    old = [matched.trees[0], *matched.trees[2:]]
+    old_trees = [matched.trees[0], *matched.trees[2:]]
     try:
         wait_for_copies()  # no copy to the device still reads what is written on the host
         with torch.no_grad():
-            new = writing.targets(old)
-            count_write([t for target in new for t in target.tensors])
-            offloads = some_offloaded(
-                matched.buffers[1].tensors, *(target.tensors for target in new)
+            targets = writing.targets(old_trees)
+            count_write([t for target in targets for t in target.tensors])
+            is_offloaded = some_offloaded(
+                matched.buffers[1].tensors, *(target.tensors for target in targets)
             )
-            groups = None if offloads else _single_group(matched, new, leaf_decays)
+            groups = (
+                None if is_offloaded else _single_group(matched, targets, leaf_decays)
+            )
             if groups is None:
-                groups = _group_rows(matched, new, leaf_decays)
+                groups = _group_rows(matched, targets, leaf_decays)
             for (_, dtype, decay), columns in groups.items():
                 # What a kernel can take as it is: dense, of one dtype, on the device.
-                is_ready = not (offloads and some_offloaded(*columns)) and (
+                is_ready = not (is_offloaded and some_offloaded(*columns)) and (
                     matched.kind is not None
                     and matched.kind.all_contiguous
                     or all(map(partial(_are_dense, dtype), columns))
@@ -106,7 +108,7 @@ def run_kernel(
     wait_for_copies()  # from here on anybody may read what was sent to the host
     return [
         matched.restore(target.leaves, leaves)
-        for target, leaves in zip(new, old, strict=True)
+        for target, leaves in zip(targets, old_trees, strict=True)
     ]
 
 
@@ -219,7 +221,9 @@ def _share_memory(matched: Matched) -> bool:
     return not distinct.isdisjoint(map(Tensor.data_ptr, grads))
 
 
-def _group_rows(matched: Matched, new: list[Target], decays: Sequence[Any]) -> Groups:
+def _group_rows(
+    matched: Matched, targets: list[Target], decays: Sequence[Any]
+) -> Groups:
     """Returns columns (params, grads, *moments) by device, dtype and decay.
 
     The dtype is the widest of a parameter and its moments: the kernel runs in it.
@@ -228,7 +232,7 @@ def _group_rows(matched: Matched, new: list[Target], decays: Sequence[Any]) -> G
     grads = Target(
         [matched.trees[1][i] for i in matched.active], matched.buffers[1].tensors
     )
-    columns = [new[0], grads, *new[1:]]
+    columns = [targets[0], grads, *targets[1:]]
     for decay, k, j in matched.cut_by_decay(decays):
         row = [
             c.tensors[k] if j is None else as_real(local_tensor(c.leaves[j]))
@@ -248,12 +252,12 @@ def _group_rows(matched: Matched, new: list[Target], decays: Sequence[Any]) -> G
 
 
 def _single_group(
-    matched: Matched, new: list[Target], decays: Sequence[Any]
+    matched: Matched, targets: list[Target], decays: Sequence[Any]
 ) -> Groups | None:
     """Returns `_group_rows` faster, if that is one group; otherwise None."""
     if not decays or decays.count(decays[0]) < len(decays):
         return None
-    params, *moments = (target.tensors for target in new)
+    params, *moments = (target.tensors for target in targets)
     grads = matched.buffers[1].tensors
     if (kind := matched.kind) is not None:
         device, dtype = kind[:2]

@@ -37,6 +37,8 @@ from fsfunc.tree.types import Leaf, PyTree
 
 Tree: TypeAlias = PyTree
 Mask = Callable[[str, Leaf], bool]  # (path, leaf) -> whether it applies to that leaf
+# By flat tensor: the positions of its leaves, and their shard if they are packed.
+LeafGroups = Sequence[tuple[Sequence[int], FlatShard | None]]
 Buffers: TypeAlias = "PackedTree | UnpackedTree | RealViews"  # leaves as flat tensors
 
 _layout = attrgetter("layout")
@@ -315,10 +317,12 @@ class UnpackedTree:
     def __init__(self, tensors: Sequence[Tensor], known_strided: bool = False):
         is_dense = known_strided or are_strided(tensors)
         # A sparse gradient, of an embedding, is made dense: kernels take no other.
-        self.tensors = list(tensors if is_dense else map(to_strided, tensors))
-        self.groups = _single_leaf_groups(len(self.tensors))
+        self.tensors: list[Tensor] = list(
+            tensors if is_dense else map(to_strided, tensors)
+        )
+        self.groups: LeafGroups = _single_leaf_groups(len(self.tensors))
 
-    def rebuild(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+    def rebuild(self, tensors: Sequence[Tensor]) -> list[Leaf]:
         """Returns the leaves with these tensors: here the tensors themselves."""
         return list(tensors)
 
@@ -340,6 +344,9 @@ class RealViews:
     So updates know no complex numbers. The views are made when they are asked for: a
     view that is stored would be another use of donated memory, which is then copied.
     """
+
+    buffers: PackedTree | UnpackedTree
+    groups: LeafGroups
 
     def __init__(self, buffers: PackedTree | UnpackedTree):
         self.buffers, self.groups = buffers, buffers.groups

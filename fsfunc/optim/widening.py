@@ -58,10 +58,14 @@ _NARROW_DTYPES = (torch.float16, torch.bfloat16)
 class NarrowLeaves:
     """Which leaves of a tree have 16 bits; made before these are written over."""
 
+    treedef: tree.TreeDef
+
     def __init__(self, params: Tree):
         self.params = params
         leaves, self.treedef = tree.flatten(params, is_sharded)
-        self.mask = [trainable(x) and x.dtype in _NARROW_DTYPES for x in leaves]
+        self.mask: list[bool] = [
+            trainable(x) and x.dtype in _NARROW_DTYPES for x in leaves
+        ]
 
     def only(self, values: Tree) -> Tree:
         """Returns ``values`` where the parameters have 16 bits, and None elsewhere."""

@@ -364,7 +364,8 @@ class MatrixExchange:
         share_copies: bool = False,
         places: Sequence[tuple[Placement, ...]] | None = None,
     ):
-        self.leaves, self.name = leaves, name
+        self.leaves: Sequence[Leaf] = leaves
+        self.name: str = name
         by_ranks: dict[Any, list[int]] = {}
         for i, leaf in enumerate(leaves):
             if leaf.numel():
