@@ -282,7 +282,7 @@ def _combine_leaves(x: Leaf, y: Leaf) -> Leaf:
         return x + y
     if isinstance(x, Tensor) and x.ndim:
         return torch.cat([x, y])
-    # A NaN is equal to itself here.
+    # A NaN differs from itself, and is no disagreement.
     if frame().tracer is None and _are_numbers(x, y) and x == x and x != y:
         raise ValueError(
             f"the loss returns {x} beside its value in one microbatch, and {y} in "

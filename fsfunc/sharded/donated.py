@@ -165,7 +165,7 @@ def lock(tensors: Iterable[Tensor]) -> Callable[[], None]:
     def release() -> None:
         with _mutex:
             _locked.subtract(keys)
-            # A key may be another storage's later: none is left with a count of 0.
+            # None stays with a count of 0: `are_locked` asks first if there are any.
             for key in keys:
                 if not _locked[key]:
                     del _locked[key]
