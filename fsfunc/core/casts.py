@@ -10,13 +10,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from fsfunc import tree
-from fsfunc.sharded.layout import Layout
-from fsfunc.sharded.leaf import Sharded, is_sharded
+from fsfunc.sharded.leaf import is_sharded
 from fsfunc.tree.structure import matches
 from fsfunc.tree.types import Leaf
 
@@ -95,7 +95,14 @@ def cast(x: Leaf, dtype: torch.dtype | None) -> Leaf:
     return x.to(dtype) if is_floating and x.dtype != dtype else x
 
 
-def differentiable(x: Tensor | Sharded | Layout) -> bool:
+class HasDtype(Protocol):
+    """A tensor, a leaf, a layout, or what else has a dtype."""
+
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+
+def differentiable(x: HasDtype) -> bool:
     """Returns whether a tensor, leaf or layout has a floating or complex dtype.
 
     >>> [differentiable(torch.zeros(1, dtype=d)) for d in (torch.cfloat, torch.int64)]

@@ -67,18 +67,18 @@ class SampleGradients:
         paths = tree.paths([call.args[i] for i in call.argnums], is_leaf=is_sharded)
         if tuple(call.argnums) == (0,):  # what the program has as its parameters
             paths = [path.partition("/")[2] for path in paths]
-        for i in (*leaves.picked, *leaves.kept):
+        for i in (*leaves.tensor_positions, *leaves.packed_positions):
             mine = [s.number for s in stages if paths[i] in s.leaves | s.reads]
             if len({owners[s] for s in mine}) > 1:
                 why = f"stages on several ranks use {paths[i]!r}"
                 raise LawError(UNSEEN.format(why))
-            if i in leaves.picked:
+            if i in leaves.tensor_positions:
                 for s in mine:
                     self.used[s].append(len(self.users))
                 self.users.append(len(mine))
                 leaf = leaves.leaves[i]
                 self.axes.append(leaf.layout.split_axes if is_sharded(leaf) else ())
-        flats = [leaves.leaves[i].packed.flat for i in leaves.kept]
+        flats = [leaves.leaves[i].packed.flat for i in leaves.packed_positions]
         known = [*values, *(space_of(x).on_device(x) for x in flats)]
         for observer in observers:
             observer.begins(call.replace(cotangent=call.cotangent * share))
