@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from fsfunc import tree
-from fsfunc.sharded.leaf import is_sharded
+from fsfunc.sharded.leaf import Sharded, is_sharded
 from fsfunc.tree.structure import matches
 from fsfunc.tree.types import Leaf
 
@@ -96,13 +96,13 @@ def cast(x: Leaf, dtype: torch.dtype | None) -> Leaf:
 
 
 class HasDtype(Protocol):
-    """A tensor, a leaf, a layout, or what else has a dtype."""
+    """A tensor, a layout, or what else has a dtype."""
 
     @property
     def dtype(self) -> torch.dtype: ...
 
 
-def differentiable(x: HasDtype) -> bool:
+def differentiable(x: HasDtype | Sharded) -> bool:
     """Returns whether a tensor, leaf or layout has a floating or complex dtype.
 
     >>> [differentiable(torch.zeros(1, dtype=d)) for d in (torch.cfloat, torch.int64)]

@@ -188,7 +188,9 @@ class Summed(Reduced):
     """
 
     __slots__ = ()
-    called, combine, over_ranks = "sums", staticmethod(torch.add), TOTAL
+    called: ClassVar[str] = "sums"
+    combine: ClassVar[Callable[[Tensor, Tensor], Tensor]] = staticmethod(torch.add)
+    over_ranks: ClassVar[LinearMap] = TOTAL
 
 
 class Max(Reduced):
@@ -215,8 +217,9 @@ class Max(Reduced):
     """
 
     __slots__ = ()
-    called, combine = "maxima", staticmethod(torch.maximum)
-    over_ranks = LinearMap("pmax", to="I")
+    called: ClassVar[str] = "maxima"
+    combine: ClassVar[Callable[[Tensor, Tensor], Tensor]] = staticmethod(torch.maximum)
+    over_ranks: ClassVar[LinearMap] = LinearMap("pmax", to="I")
 
     @staticmethod
     def takes(x: Tensor) -> bool:

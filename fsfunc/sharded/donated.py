@@ -59,13 +59,13 @@ class Donation:
         self.why = why
         # Strong references: the count of a storage still includes a known tensor, so
         # that none may be freed meanwhile.
-        self.known = list(tensors)
+        self.known: list[Tensor] = list(tensors)
         keys = map(_torch.storage_key, self.known) if keys is None else keys
-        self.keys = list(keys)
+        self.keys: list[int] = list(keys)
         self.storages = storages  # each has one handle, and gets no other
         # Leaves whose tensors are looked up only when something is to be written: a
         # packed leaf may make its part until then.
-        self.uncounted = list(leaves)
+        self.uncounted: list[Leaf] = list(leaves)
 
     def add(self, leaves: Iterable[Leaf]) -> None:
         """Adds leaves to what is known, with the tensors that they will make."""
