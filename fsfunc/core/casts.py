@@ -10,13 +10,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from fsfunc import tree
-from fsfunc.sharded.layout import Layout
 from fsfunc.sharded.leaf import Sharded, is_sharded
 from fsfunc.tree.structure import matches
 from fsfunc.tree.types import Leaf
@@ -97,15 +96,13 @@ def cast(x: Leaf, dtype: torch.dtype | None) -> Leaf:
 
 
 class HasDtype(Protocol):
-    """What stands for a tensor, such as the place that it has left."""
+    """A tensor, a layout, or what else has a dtype."""
 
     @property
-    def dtype(self) -> Any:
-        """Its ``torch.dtype``."""
-        ...
+    def dtype(self) -> torch.dtype: ...
 
 
-def differentiable(x: Tensor | Sharded | Layout | HasDtype) -> bool:
+def differentiable(x: HasDtype | Sharded) -> bool:
     """Returns whether a tensor, leaf or layout has a floating or complex dtype.
 
     >>> [differentiable(torch.zeros(1, dtype=d)) for d in (torch.cfloat, torch.int64)]

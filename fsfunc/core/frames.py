@@ -199,7 +199,7 @@ class Stage(Interpretation):
 class Counter:
     """Numbers unit calls from 0."""
 
-    count = 0
+    count: int = 0
 
     def next(self) -> int:
         self.count += 1
@@ -373,7 +373,8 @@ class inside:
     __slots__ = ("frame", "is_user_code", "resets", "one_thread")
 
     def __init__(self, frame: Frame, is_user_code: bool = False):
-        self.frame, self.is_user_code = frame, is_user_code
+        self.frame = frame
+        self.is_user_code = is_user_code
 
     def __enter__(self) -> Frame:
         frame = self.frame
@@ -417,6 +418,7 @@ class Transformed:
     accumulate(remat(value_and_grad(loss_fn)), n=4)
     """
 
+    __name__: str
     __qualname__: str  # and what else `f` has
     interpretations: tuple[Interpretation, ...]
     # A function may have attributes of any name, and users may set them.

@@ -98,8 +98,7 @@ def check_agreement(
     rank_here, f = here(), frame()
     # Over the axes of `shard` gradients are means, and equal.
     averaged_axes = {a for h in f.handlers for a in getattr(h, "axes", ())}
-    # What is still to compare is kept by the `shard`, or else the mesh, as it belongs
-    # to a step and not to a process.
+    # What is still to compare is stored in the `shard`, or without one in the mesh.
     owner: Any = f.runtimes[-1][0] if f.runtimes else rank_here.mesh
     uncompared = owner.uncompared
     for axis in sorted(axes - averaged_axes):
@@ -154,8 +153,7 @@ def _numbers(
 def norm_and_sum(x: Tensor) -> Tensor:
     """Returns two numbers by which tensors of several ranks are compared.
 
-    Tensors of one norm may differ in their order or their signs; few of these have one
-    sum.
+    The norm does not see a sign, and the sum does.
     """
     with _torch.beneath_modes(x):  # as floats: a finite field has nothing near
         wide = to_strided(x).detach().resolve_conj()

@@ -195,7 +195,9 @@ class Summed(Reduced[Tree]):
     """
 
     __slots__ = ()
-    called, combine, over_ranks = "sums", staticmethod(torch.add), TOTAL
+    called: ClassVar[str] = "sums"
+    combine: ClassVar[Callable[[Tensor, Tensor], Tensor]] = staticmethod(torch.add)
+    over_ranks: ClassVar[LinearMap] = TOTAL
 
 
 class Max(Reduced[Tree]):
@@ -222,8 +224,9 @@ class Max(Reduced[Tree]):
     """
 
     __slots__ = ()
-    called, combine = "maxima", staticmethod(torch.maximum)
-    over_ranks = LinearMap("pmax", to="I")
+    called: ClassVar[str] = "maxima"
+    combine: ClassVar[Callable[[Tensor, Tensor], Tensor]] = staticmethod(torch.maximum)
+    over_ranks: ClassVar[LinearMap] = LinearMap("pmax", to="I")
 
     @staticmethod
     def takes(x: Tensor) -> bool:
@@ -289,7 +292,7 @@ def _combine_leaves(x: Leaf, y: Leaf) -> Leaf:
         return x + y
     if isinstance(x, Tensor) and x.ndim:
         return torch.cat([x, y])
-    # A NaN is equal to itself here.
+    # A NaN differs from itself, and is no disagreement.
     if frame().tracer is None and _are_numbers(x, y) and x == x and x != y:
         raise ValueError(
             f"the loss returns {x} beside its value in one microbatch, and {y} in "

@@ -277,7 +277,8 @@ class Leaves:
         packed: Mapping[int, FlatShard] | None = None,
         parts: Parts | None = None,
     ):
-        self.original_args, self.argnums = tuple(args), tuple(argnums)
+        self.original_args: Args = tuple(args)
+        self.argnums: tuple[int, ...] = tuple(argnums)
         chosen = tuple(args[i] for i in argnums)
         self.leaves, self.treedef = tree.flatten(chosen, is_leaf=is_sharded)
         if not tree.are_shown(self.leaves):

@@ -283,10 +283,12 @@ class Call:
     """
 
     def __init__(self, unit: Unit, frame: Frame, number: int):
-        self.unit, self.frame, self.number = unit, frame, number
+        self.unit = unit
+        self.frame = frame
+        self.number = number
         self.path: tuple[str, ...] = (*frame.path, unit.__name__)
         self.numbers: tuple[int, ...] = (*frame.numbers, number)
-        self.name = "/".join(self.path)
+        self.name: str = "/".join(self.path)
         self.savers: list[Tensor] = []
 
     def run(self, params: PyTree, /, *inputs: PyTree, **keywords: PyTree) -> PyTree:

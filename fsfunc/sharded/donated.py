@@ -59,13 +59,13 @@ class Donation:
         self.why = why
         # Strong references: the count of a storage still includes a known tensor, so
         # that none may be freed meanwhile.
-        self.known = list(tensors)
+        self.known: list[Tensor] = list(tensors)
         keys = map(_torch.storage_key, self.known) if keys is None else keys
-        self.keys = list(keys)
+        self.keys: list[int] = list(keys)
         self.storages = storages  # each has one handle, and gets no other
         # Leaves whose tensors are looked up only when something is to be written: a
         # packed leaf may make its part until then.
-        self.uncounted = list(leaves)
+        self.uncounted: list[Leaf] = list(leaves)
 
     def add(self, leaves: Iterable[Leaf]) -> None:
         """Adds leaves to what is known, with the tensors that they will make."""
@@ -167,7 +167,7 @@ def lock(tensors: Iterable[Tensor]) -> Callable[[], None]:
     def release() -> None:
         with _mutex:
             _locked.subtract(keys)
-            # A key may be another storage's later: none is left with a count of 0.
+            # None stays with a count of 0: `are_locked` asks first if there are any.
             for key in keys:
                 if not _locked[key]:
                     del _locked[key]

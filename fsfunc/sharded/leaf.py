@@ -384,7 +384,8 @@ class FlatShard:
     def leaves(self) -> list[Sharded]:
         """Returns the leaves, whose parts are views of ``flat``, made at first read."""
         flat, spans, leaves = self.flat, (self._spans or self.spans).values(), []
-        # Views of a tensor with a history belong to it from now on.
+        # A view of a differentiated or wrapped tensor has a history: it is made here,
+        # under the modes and levels in force.
         makes_views = flat.requires_grad or _torch.is_wrapped(flat)
         for layout, (start, stop) in zip(self.members, spans, strict=True):
             leaf = Sharded(flat[start:stop] if makes_views else None, layout, self)

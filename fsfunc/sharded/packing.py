@@ -224,7 +224,9 @@ class PackedTree:
         groups: list[tuple[list[int], FlatShard | None]],
         paths: Callable[[], list[str]],
     ):
-        self.treedef, self.leaves, self.groups = treedef, leaves, groups
+        self.treedef = treedef
+        self.leaves = leaves
+        self.groups = groups
         self._paths = paths
         self.tensors: list[Any] = [
             _part(leaves[positions[0]]) if packed is None else packed.flat

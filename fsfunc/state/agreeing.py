@@ -103,14 +103,16 @@ class Agreement:
         laying = [h for h in getattr(fn, "interpretations", ()) if h.lays_out]
         self.where: RankGroup | None = None
         self.checked_together: RankGroup | None = None
-        self.compared = False
+        self.compared: bool = False
         self.made_lines: Lines = []
         if laying:
             rank_here = here(laying[0].mesh)
             axes = {a for h in laying for a in h.axes} | {*axes_of(layouts or {})}
             self.where = compared_ranks(rank_here, axes)
         # Only ranks that share a process share notes.
-        self.are_processes = self.where is not None and self.where.link.notes is None
+        self.are_processes: bool = (
+            self.where is not None and self.where.link.notes is None
+        )
 
     def compare_made(self, t: PyTree) -> None:
         """Compares the whole leaves that a function has made beside the parameters."""

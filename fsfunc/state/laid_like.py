@@ -221,7 +221,7 @@ def _lay_group(
             flat = torch.cat([x.reshape(-1) for x in values])
             flat = apply_map(flat, mean, get_group(copy_axes))
             values = flat.split([x.numel() for x in values])
-        # A leaf of a layout gets memory of its own: a donated step may write there.
+        # A part shares no memory with the tensor that was given.
         return [
             x.reshape(shape) if layout is None else x.reshape(shape).clone()
             for x, shape, layout in zip(values, shapes, layouts, strict=True)

@@ -94,7 +94,8 @@ class Deferred(GivenLeaves):
     """Leaves that a function made, or will make when they are read."""
 
     def __init__(self, tape: InitTape):
-        self.tape, self.replay = tape, Replay(tape)
+        self.tape = tape
+        self.replay: Replay = Replay(tape)
 
     def zeros(self, count: int, dtype: torch.dtype, like: Tensor) -> Tensor:
         return torch.zeros(count, dtype=dtype, device=_torch.device_of(like))

@@ -30,8 +30,8 @@ from fsfunc.tree.structure import (
     paths_of,
 )
 
-# Of the types of all leaves at once, by one set operation: a loop in Python over the
-# leaves of a state would cost more than the rest of a step's glue.
+# Of the types of all leaves at once, by one set operation: these are asked in every
+# call of a step, and a loop in Python over all leaves would be slow.
 _are_leaves, _are_shown, _are_plain = (
     kinds.issuperset for kinds in (LEAVES, SHOWN, PLAIN)
 )
