@@ -26,7 +26,7 @@ from collections.abc import Iterable, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
@@ -36,9 +36,6 @@ from fsfunc.runtime.scopes import Scoped
 
 if TYPE_CHECKING:
     from fsfunc.comm.groups import RankGroup
-    from fsfunc.comm.traffic import Ledger
-
-LEDGERS: ContextVar[tuple[Ledger, ...]] = ContextVar("fsfunc_ledgers", default=())
 
 
 @dataclass(frozen=True)
@@ -67,6 +64,16 @@ class Record:
         """The unit whose buffer it moves; a prefetch is issued as another unit runs."""
         unit, leaves, _ = self.what.partition("(")
         return unit if leaves else self.unit
+
+
+class OpenLedger(Protocol):
+    """What records collectives and ranks: a `traffic.Ledger`."""
+
+    records: list[Record]
+    ranks: set[int]
+
+
+LEDGERS: ContextVar[tuple[OpenLedger, ...]] = ContextVar("fsfunc_ledgers", default=())
 
 
 def note(
@@ -111,6 +118,6 @@ def is_silent() -> bool:
     return not LEDGERS.get()
 
 
-def only(ledger: Ledger) -> Scoped:
+def only(ledger: OpenLedger) -> Scoped:
     """Inside, only this ledger records."""
     return Scoped(LEDGERS, (ledger,))

@@ -25,7 +25,6 @@ from fsfunc.tree.structure import meant
 
 if TYPE_CHECKING:
     from fsfunc.comm.backends.link import Link
-    from fsfunc.comm.backends.processes import ProcessLink
     from fsfunc.comm.groups import RankGroup
 
 Axis = str | tuple[str, ...]
@@ -57,9 +56,7 @@ class Mesh:
     (6, (3, 4, 5), 1)
     """
 
-    def __init__(
-        self, axes: Mapping[str, int], backend: str, link: ProcessLink | None = None
-    ):
+    def __init__(self, axes: Mapping[str, int], backend: str, link: Link | None = None):
         for name, size in axes.items():
             if not isinstance(name, str) or not name:
                 raise ValueError(f"an axis needs a name, got {name!r}")

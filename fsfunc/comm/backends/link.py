@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from fsfunc.comm.groups import RankGroup
     from fsfunc.comm.linear_maps import LinearMap
     from fsfunc.comm.mesh import Mesh
-    from fsfunc.comm.watch.mailboxes import Board
 
 
 class Handle:
@@ -64,7 +63,7 @@ class Link:
     # A dict that all ranks of one process share, under keys of its users: what ranks
     # compare, checksums, recordings. None if each rank has a process of its own.
     notes: dict[Any, Any] | None = None
-    board: Board | None = None  # messages of text beside the collectives
+    board: Any = None  # a `mailboxes.Board`, for texts beside the collectives; or None
     vmap_level: int | None = (
         None  # the functorch level that maps the ranks, if one does
     )
@@ -117,6 +116,9 @@ class Link:
         Args:
             call: the collective in which it was raised; it is printed.
         """
+
+    def after_others(self) -> None:
+        """Lets other ranks of this process run first, each until it has to wait."""
 
     def trim(self) -> None:
         """Frees memory that is kept for the next collectives."""
