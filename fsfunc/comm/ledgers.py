@@ -35,7 +35,7 @@ from fsfunc.comm.operations import OPERATIONS
 from fsfunc.runtime.scopes import Scoped
 
 if TYPE_CHECKING:
-    from fsfunc.comm.groups import RankGroup
+    from fsfunc.comm.backends.link import GroupOfRanks
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ LEDGERS: ContextVar[tuple[OpenLedger, ...]] = ContextVar("fsfunc_ledgers", defau
 def note(
     op: str,
     x: torch.Tensor,
-    group: RankGroup,
+    group: GroupOfRanks,
     kwargs: Mapping[str, Any],
     name: str = "",
 ) -> None:

@@ -25,7 +25,6 @@ from fsfunc.tree.structure import meant
 
 if TYPE_CHECKING:
     from fsfunc.comm.backends.link import Link
-    from fsfunc.comm.groups import RankGroup
 
 Axis = str | tuple[str, ...]
 
@@ -146,7 +145,7 @@ class Here:
         independent_axes: the axes along which ranks train copies of their own
             (``local_sgd``): collectives over them are refused.
 
-    ``groups`` caches the results of `groups.get_group`, by axis.
+    ``groups`` caches the results of `groups.get_group`, `RankGroup` by axis.
     """
 
     mesh: Mesh
@@ -155,7 +154,7 @@ class Here:
     mean_axes: tuple[str, ...] = ()
     compared: bool = False
     independent_axes: tuple[str, ...] = ()
-    groups: dict[Axis, RankGroup] = field(
+    groups: dict[Axis, Any] = field(
         default_factory=dict, init=False, compare=False, repr=False
     )
 
