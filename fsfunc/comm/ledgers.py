@@ -26,7 +26,7 @@ from collections.abc import Iterable, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
@@ -35,10 +35,7 @@ from fsfunc.comm.operations import OPERATIONS
 from fsfunc.runtime.scopes import Scoped
 
 if TYPE_CHECKING:
-    from fsfunc.comm.groups import RankGroup
-    from fsfunc.comm.traffic import Ledger
-
-LEDGERS: ContextVar[tuple[Ledger, ...]] = ContextVar("fsfunc_ledgers", default=())
+    from fsfunc.comm.backends.link import GroupOfRanks
 
 
 @dataclass(frozen=True)
@@ -69,10 +66,20 @@ class Record:
         return unit if leaves else self.unit
 
 
+class OpenLedger(Protocol):
+    """What records collectives and ranks: a `traffic.Ledger`."""
+
+    records: list[Record]
+    ranks: set[int]
+
+
+LEDGERS: ContextVar[tuple[OpenLedger, ...]] = ContextVar("fsfunc_ledgers", default=())
+
+
 def note(
     op: str,
     x: torch.Tensor,
-    group: RankGroup,
+    group: GroupOfRanks,
     kwargs: Mapping[str, Any],
     name: str = "",
 ) -> None:
@@ -111,6 +118,6 @@ def is_silent() -> bool:
     return not LEDGERS.get()
 
 
-def only(ledger: Ledger) -> Scoped:
+def only(ledger: OpenLedger) -> Scoped:
     """Inside, only this ledger records."""
     return Scoped(LEDGERS, (ledger,))

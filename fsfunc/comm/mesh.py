@@ -25,8 +25,6 @@ from fsfunc.tree.structure import did_you_mean
 
 if TYPE_CHECKING:
     from fsfunc.comm.backends.link import Link
-    from fsfunc.comm.backends.processes import ProcessLink
-    from fsfunc.comm.groups import RankGroup
 
 Axis: TypeAlias = str | tuple[str, ...]
 
@@ -57,9 +55,7 @@ class Mesh:
     (6, (3, 4, 5), 1)
     """
 
-    def __init__(
-        self, axes: Mapping[str, int], backend: str, link: ProcessLink | None = None
-    ):
+    def __init__(self, axes: Mapping[str, int], backend: str, link: Link | None = None):
         for name, size in axes.items():
             if not isinstance(name, str) or not name:
                 raise ValueError(f"an axis needs a name, got {name!r}")
@@ -149,7 +145,7 @@ class Here:
         independent_axes: the axes along which ranks train copies of their own
             (``local_sgd``): collectives over them are refused.
 
-    ``groups`` caches the results of `groups.get_group`, by axis.
+    ``groups`` caches the results of `groups.get_group`, `RankGroup` by axis.
     """
 
     mesh: Mesh
@@ -158,7 +154,7 @@ class Here:
     mean_axes: tuple[str, ...] = ()
     compared: bool = False
     independent_axes: tuple[str, ...] = ()
-    groups: dict[Axis, RankGroup] = field(
+    groups: dict[Axis, Any] = field(
         default_factory=dict, init=False, compare=False, repr=False
     )
 

@@ -41,7 +41,7 @@ from fsfunc._torch.versions import all_gather_single
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup as PG
 
-    from fsfunc.comm.groups import RankGroup
+    from fsfunc.comm.backends.link import GroupOfRanks
 
 Sizes = tuple[tuple[int, ...], ...]  # numbers of rows: sizes[sender][receiver]
 Types = tuple[str, str]  # before and after: see `linear_maps`
@@ -208,7 +208,7 @@ def _gather_route(x: Tensor, y: Tensor, n: int, i: int, **_: Any) -> Route:
 
 
 def _native_gather(
-    y: Tensor, x: Tensor, group: RankGroup, pg: PG, **_: Any
+    y: Tensor, x: Tensor, group: GroupOfRanks, pg: PG, **_: Any
 ) -> dist.Work | None:
     return all_gather_single(y, x, group=pg, async_op=True)
 
@@ -247,7 +247,7 @@ def _exchange_route(
 
 
 def _native_exchange(
-    y: Tensor, x: Tensor, group: RankGroup, pg: PG, sizes: Sizes = (), **_: Any
+    y: Tensor, x: Tensor, group: GroupOfRanks, pg: PG, sizes: Sizes = (), **_: Any
 ) -> dist.Work | None:
     sent, received = _split_sizes(x, group.size, group.index, sizes)
     return dist.all_to_all_single(y, x, received, sent, group=pg, async_op=True)
@@ -266,7 +266,7 @@ def _broadcast_route(
 
 
 def _native_broadcast(
-    y: Tensor, x: Tensor, group: RankGroup, pg: PG, source: int = 0, **_: Any
+    y: Tensor, x: Tensor, group: GroupOfRanks, pg: PG, source: int = 0, **_: Any
 ) -> dist.Work | None:
     y.copy_(x)  # torch broadcasts in place
     return dist.broadcast(y, group.ranks[source], group=pg, async_op=True)

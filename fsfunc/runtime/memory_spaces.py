@@ -241,7 +241,7 @@ class MemorySpace:
     def new_empty(
         self, x: Tensor, shape: Sequence[int], dtype: torch.dtype | None = None
     ) -> Tensor:
-        """Returns an uninitialized tensor of a pool here, in ``dtype`` or like ``x``."""
+        """Returns an uninitialized tensor of a pool here; ``dtype``: that of ``x``."""
         return x.new_empty(shape, dtype=dtype)
 
     def empty_like(self, x: Tensor, scratch: bool = False) -> Tensor:

@@ -23,8 +23,7 @@ from torch import Tensor
 from fsfunc import _torch, tree
 from fsfunc._torch import fake_modes
 from fsfunc.comm.attribution import traceback_line
-from fsfunc.comm.backends.link import Done, Handle, Link
-from fsfunc.comm.groups import RankGroup
+from fsfunc.comm.backends.link import Done, GroupOfRanks, Handle, Link
 from fsfunc.comm.ledgers import note
 from fsfunc.comm.linear_maps import LinearMap
 from fsfunc.comm.mesh import Here, Mesh, noting_axes_read, set_here
@@ -40,7 +39,7 @@ _MOST_PROGRAMS = 512  # more are a mistake, and would take for ever
 
 
 def result_shape(
-    op: str, x: Tensor, group: RankGroup, kwargs: Mapping[str, Any]
+    op: str, x: Tensor, group: GroupOfRanks, kwargs: Mapping[str, Any]
 ) -> tuple[int, ...]:
     """Returns the shape of this rank's result of a collective of ``x``."""
     return OPERATIONS[op].result_shape(x.shape, group.size, group.index, **kwargs)
@@ -58,7 +57,7 @@ class AbstractLink(Link):
         self,
         op: str,
         x: Tensor,
-        group: RankGroup,
+        group: GroupOfRanks,
         *,
         out: Tensor | None = None,
         name: str = "",
@@ -70,11 +69,11 @@ class AbstractLink(Link):
         like_input = shape == x.shape and not kwargs.get("sizes")
         return Done(x.clone() if like_input else x.new_empty(shape))
 
-    def send(self, x: Tensor, group: RankGroup, to: int, name: str = "") -> Handle:
+    def send(self, x: Tensor, group: GroupOfRanks, to: int, name: str = "") -> Handle:
         return Done(x.new_empty(0))
 
     def receive(
-        self, like: Tensor, group: RankGroup, source: int, name: str = ""
+        self, like: Tensor, group: GroupOfRanks, source: int, name: str = ""
     ) -> Handle:
         return Done(like)
 
@@ -89,7 +88,7 @@ class EchoLink(AbstractLink):
         self,
         op: str,
         x: Tensor,
-        group: RankGroup,
+        group: GroupOfRanks,
         *,
         out: Tensor | None = None,
         name: str = "",
@@ -179,7 +178,7 @@ class VmapLink(Link):
         self,
         op: str,
         x: Tensor,
-        group: RankGroup,
+        group: GroupOfRanks,
         *,
         out: Tensor | None = None,
         name: str = "",
@@ -190,11 +189,11 @@ class VmapLink(Link):
             "once: this transform needs ranks of their own; use a simulated mesh"
         )
 
-    def send(self, x: Tensor, group: RankGroup, to: int, name: str = "") -> Handle:
+    def send(self, x: Tensor, group: GroupOfRanks, to: int, name: str = "") -> Handle:
         raise RuntimeError(_ALL_AT_ONCE.format("send"))
 
     def receive(
-        self, like: Tensor, group: RankGroup, source: int, name: str = ""
+        self, like: Tensor, group: GroupOfRanks, source: int, name: str = ""
     ) -> Handle:
         raise RuntimeError(_ALL_AT_ONCE.format("receive"))
 
@@ -211,7 +210,7 @@ class VmapLink(Link):
             # x - 0, as -0.0 + 0 would be 0.0. Bools have no difference.
             return x | zeros if x.dtype == torch.bool else x - zeros
 
-    def exchange(self, linear_map: LinearMap, x: Tensor, group: RankGroup) -> Tensor:
+    def exchange(self, linear_map: LinearMap, x: Tensor, group: GroupOfRanks) -> Tensor:
         inputs = x.unbind(0)
         results = list(inputs)
         # ``group`` is one rank's; here all groups along its axis have their turn.
@@ -225,7 +224,7 @@ class VmapLink(Link):
                     note(linear_map.collective, inputs[r], ranks_group, kwargs)
         return torch.stack(results)
 
-    def axis_index(self, group: RankGroup) -> Tensor:
+    def axis_index(self, group: GroupOfRanks) -> Tensor:
         indices = [self.mesh.coordinate(group.axis, r) for r in range(self.mesh.size)]
         return torch.tensor(indices)[self.ranks]
 

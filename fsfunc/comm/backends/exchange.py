@@ -21,7 +21,7 @@ from __future__ import annotations
 import functools
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -32,6 +32,7 @@ from fsfunc.comm.backends.channels import Channel, Work
 from fsfunc.comm.backends.link import (
     CollectiveCall,
     CollectiveMismatch,
+    GroupOfRanks,
     Handle,
     Signature,
     table,
@@ -42,8 +43,6 @@ from fsfunc.comm.watch.watchdog import FlightRecord, the_watchdog
 if TYPE_CHECKING:
     import torch.distributed as dist
 
-    from fsfunc.comm.backends.processes import ProcessLink
-    from fsfunc.comm.groups import RankGroup
 
 DATA, HEADER, TRANSFER, ANSWER = range(4)  # what a message is
 _NUMBERS = 2**12  # more than can be in flight at once: messages of one tag keep order
@@ -115,7 +114,7 @@ class Headers:
     def __init__(
         self,
         record: FlightRecord,
-        group: RankGroup,
+        group: GroupOfRanks,
         digest: bytes,
         others: list[int],
         channel: Channel,
@@ -173,10 +172,10 @@ class Exchange(Handle):
         finish: Callable[[], Tensor],
         alive: Tensor,
         record: FlightRecord,
-        group: RankGroup,
+        group: GroupOfRanks,
         headers: Headers | None = None,
     ):
-        self.link: ProcessLink = group.link  # type: ignore[assignment]
+        self.link: Any = group.link  # a `ProcessLink`
         self.works, self.finish, self.alive = works, finish, alive
         self.record, self.headers = record, headers
 

@@ -16,18 +16,12 @@ import hashlib
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
 
 from fsfunc.comm.attribution import current_label, source_line
-
-if TYPE_CHECKING:
-    from fsfunc.comm.groups import RankGroup
-    from fsfunc.comm.linear_maps import LinearMap
-    from fsfunc.comm.mesh import Mesh
-    from fsfunc.comm.watch.mailboxes import Board
 
 
 class Handle:
@@ -54,6 +48,27 @@ class Done(Handle):
         return True
 
 
+class GroupOfRanks(Protocol):
+    """A `groups.RankGroup`, as the files that it imports see it."""
+
+    @property
+    def axis(self) -> tuple[str, ...]: ...
+    @property
+    def name(self) -> str: ...
+    @property
+    def ranks(self) -> tuple[int, ...]: ...
+    @functools.cached_property
+    def size(self) -> int: ...
+    @property
+    def index(self) -> int: ...
+    @property
+    def rank(self) -> int: ...
+    @property
+    def compared(self) -> bool: ...
+    @property
+    def link(self) -> Link: ...
+
+
 class Link:
     """One rank's connection to the others of its mesh: the base class of backends."""
 
@@ -64,7 +79,7 @@ class Link:
     # A dict that all ranks of one process share, under keys of its users: what ranks
     # compare, checksums, recordings. None if each rank has a process of its own.
     notes: dict[Any, Any] | None = None
-    board: Board | None = None  # messages of text beside the collectives
+    board: Any = None  # a `mailboxes.Board`, for texts beside the collectives; or None
     vmap_level: int | None = (
         None  # the functorch level that maps the ranks, if one does
     )
@@ -73,7 +88,7 @@ class Link:
         self,
         op: str,
         x: Tensor,
-        group: RankGroup,
+        group: GroupOfRanks,
         *,
         out: Tensor | None = None,
         name: str = "",
@@ -94,18 +109,18 @@ class Link:
         """
         raise NotImplementedError
 
-    def send(self, x: Tensor, group: RankGroup, to: int, name: str = "") -> Handle:
+    def send(self, x: Tensor, group: GroupOfRanks, to: int, name: str = "") -> Handle:
         """Sends contiguous ``x`` to the rank at index ``to``; as `RankGroup.send`."""
         raise NotImplementedError
 
     def receive(
-        self, like: Tensor, group: RankGroup, source: int, name: str = ""
+        self, like: Tensor, group: GroupOfRanks, source: int, name: str = ""
     ) -> Handle:
         """Receives into ``like`` what the rank at index ``source`` sends."""
         raise NotImplementedError
 
-    def for_mesh(self, mesh: Mesh) -> Link:
-        """Returns this rank's link on another mesh of the same ranks."""
+    def for_mesh(self, mesh: Any) -> Link:
+        """Returns this rank's link on another `mesh.Mesh` of the same ranks."""
         return self
 
     def close(self, call: CollectiveCall | str, error: BaseException) -> None:
@@ -119,7 +134,7 @@ class Link:
         """
 
     def after_others(self) -> None:
-        """Lets the other ranks of this process run first, where there are some."""
+        """Lets other ranks of this process run first, each until it has to wait."""
 
     def trim(self) -> None:
         """Frees memory that is kept for the next collectives."""
@@ -130,14 +145,14 @@ class Link:
         """Calls an ``autograd.Function`` of a collective: ``function(x, *args)``."""
         return function(x, *args)
 
-    def exchange(self, linear_map: LinearMap, x: Tensor, group: RankGroup) -> Tensor:
-        """Applies a linear map to all ranks' inputs at once; only on a vmap mesh.
+    def exchange(self, linear_map: Any, x: Tensor, group: GroupOfRanks) -> Tensor:
+        """Applies a `LinearMap` to all ranks' inputs at once; only on a vmap mesh.
 
         Inputs and results are stacked along dim 0, by rank.
         """
         raise NotImplementedError
 
-    def axis_index(self, group: RankGroup) -> Any:
+    def axis_index(self, group: GroupOfRanks) -> Any:
         """Returns this rank's index in ``group``: an int, or a batched tensor."""
         return group.index
 

@@ -27,10 +27,15 @@ from fsfunc.comm.backends.exchange import (
     Headers,
     tag,
 )
-from fsfunc.comm.backends.link import Handle, Signature, call_signature, digest
+from fsfunc.comm.backends.link import (
+    GroupOfRanks,
+    Handle,
+    Signature,
+    call_signature,
+    digest,
+)
 from fsfunc.comm.backends.neighbours import Neighbours
 from fsfunc.comm.backends.process_groups import Groups
-from fsfunc.comm.groups import RankGroup
 from fsfunc.comm.watch.watchdog import FlightRecord, FlightRecorder
 
 
@@ -65,7 +70,7 @@ class Transfers:
                 self.down.make(ranks)
 
     def _next_transfer(
-        self, group: RankGroup, source: int, to: int
+        self, group: GroupOfRanks, source: int, to: int
     ) -> tuple[Channel, int]:
         """Returns the channel and the number of the next transfer of two indices."""
         process_group = self.groups.get(group.ranks)
@@ -78,7 +83,7 @@ class Transfers:
     def _headers(
         self,
         record: FlightRecord,
-        group: RankGroup,
+        group: GroupOfRanks,
         other: int,
         channel: Channel,
         directions: tuple[int, int],
@@ -90,7 +95,7 @@ class Transfers:
         transfer_digest = _digest(record.signature)
         return Headers(record, group, transfer_digest, [other], channel, directions)
 
-    def send(self, x: Tensor, group: RankGroup, to: int, name: str) -> Handle:
+    def send(self, x: Tensor, group: GroupOfRanks, to: int, name: str) -> Handle:
         """Sends ``x`` to index ``to`` of ``group``; of an empty tensor nothing."""
         channel, number = self._next_transfer(group, group.index, to)
         signature = call_signature("send", {}, group.axis, x, name)
@@ -121,7 +126,9 @@ class Transfers:
             self.unanswered.append(sending)
         return sending
 
-    def receive(self, into: Tensor, group: RankGroup, source: int, name: str) -> Handle:
+    def receive(
+        self, into: Tensor, group: GroupOfRanks, source: int, name: str
+    ) -> Handle:
         """Receives into ``into`` from index ``source`` of ``group``."""
         channel, number = self._next_transfer(group, source, group.index)
         signature = call_signature("receive", {}, group.axis, into, name)

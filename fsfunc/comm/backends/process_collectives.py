@@ -29,8 +29,7 @@ from fsfunc.comm.backends.exchange import (
     settle,
     tag,
 )
-from fsfunc.comm.backends.link import Handle, digest
-from fsfunc.comm.groups import RankGroup
+from fsfunc.comm.backends.link import GroupOfRanks, Handle, digest
 from fsfunc.comm.operations import OPERATIONS, SUM, Fold, Operation
 from fsfunc.comm.watch.watchdog import FlightRecord
 from fsfunc.runtime.memory import BufferPool
@@ -45,7 +44,7 @@ _NATIVE_DTYPES = {
 def issue(
     op: str,
     x: Tensor,
-    group: RankGroup,
+    group: GroupOfRanks,
     out: Tensor | None,
     process_group: dist.ProcessGroup | None,
     **kwargs: Any,
@@ -91,7 +90,7 @@ def issue(
 def _issue(
     operation: Operation,
     x: Tensor,
-    group: RankGroup,
+    group: GroupOfRanks,
     out: Tensor | None,
     process_group: dist.ProcessGroup | None,
     **kwargs: Any,
@@ -142,7 +141,7 @@ class Pairs:
     def __init__(
         self,
         record: FlightRecord,
-        group: RankGroup,
+        group: GroupOfRanks,
         channel: Channel,
         pool: BufferPool,
         compared: bool,

@@ -45,6 +45,7 @@ from fsfunc.comm.backends.exchange import Exchange, compare_gathered, pack_heade
 from fsfunc.comm.backends.link import (
     CollectiveCall,
     CollectiveMismatch,
+    GroupOfRanks,
     Handle,
     Link,
     PeerFailed,
@@ -92,7 +93,7 @@ class ProcessLink(Link):
         self.device = "cuda" if dist.get_backend() == "nccl" else "cpu"
         self.checks = checks_every_call()
         self.issued: Counter[tuple[int, ...]] = Counter()  # collectives, by ranks
-        self.used: dict[tuple[int, ...], RankGroup] = {}  # groups that issued any
+        self.used: dict[tuple[int, ...], GroupOfRanks] = {}  # groups that issued any
         self.groups = Groups(timeout).use_world()
         self.patience = patience_of(self.groups.timeout)
         if self.groups.timeout is not None:
@@ -133,11 +134,11 @@ class ProcessLink(Link):
     def for_mesh(self, mesh: Mesh) -> Link:
         return mesh.link or self  # which has the groups of its own axes
 
-    def send(self, x: Tensor, group: RankGroup, to: int, name: str = "") -> Handle:
+    def send(self, x: Tensor, group: GroupOfRanks, to: int, name: str = "") -> Handle:
         return self._issue_or_close(self.transfers.send, x, group, to, name)
 
     def receive(
-        self, like: Tensor, group: RankGroup, source: int, name: str = ""
+        self, like: Tensor, group: GroupOfRanks, source: int, name: str = ""
     ) -> Handle:
         return self._issue_or_close(self.transfers.receive, like, group, source, name)
 
@@ -216,7 +217,7 @@ class ProcessLink(Link):
         self,
         op: str,
         x: Tensor,
-        group: RankGroup,
+        group: GroupOfRanks,
         *,
         out: Tensor | None = None,
         name: str = "",
@@ -248,7 +249,7 @@ class ProcessLink(Link):
     def _issue(
         self,
         record: FlightRecord,
-        group: RankGroup,
+        group: GroupOfRanks,
         x: Tensor,
         out: Tensor | None,
         process_group: dist.ProcessGroup | None,
@@ -342,7 +343,7 @@ def _unlinked_group(
     return RankGroup(tuple(axes), ranks, rank, rank, None)  # type: ignore[arg-type]
 
 
-def _make_groups(group: RankGroup, make: Callable[[], object]) -> None:
+def _make_groups(group: GroupOfRanks, make: Callable[[], object]) -> None:
     """Calls ``make``, which makes groups of the ranks of ``group``.
 
     Raises:

@@ -29,12 +29,12 @@ from fsfunc.comm.backends.baton import Aborted, Baton, Meeting, SendMeeting, res
 from fsfunc.comm.backends.interrupts import Interrupts
 from fsfunc.comm.backends.link import (
     CollectiveCall,
+    GroupOfRanks,
     Handle,
     Link,
     call_signature,
     checks_every_call,
 )
-from fsfunc.comm.groups import RankGroup
 from fsfunc.comm.mesh import Here, Mesh, set_here
 
 
@@ -64,7 +64,7 @@ class SimulatedLink(Link):
         self,
         op: str,
         x: Tensor,
-        group: RankGroup,
+        group: GroupOfRanks,
         *,
         out: Tensor | None = None,
         name: str = "",
@@ -77,12 +77,12 @@ class SimulatedLink(Link):
         new = Meeting(group.ranks, kwargs)
         return self._come(new, op, x.detach(), group, name, out)
 
-    def send(self, x: Tensor, group: RankGroup, to: int, name: str = "") -> Handle:
+    def send(self, x: Tensor, group: GroupOfRanks, to: int, name: str = "") -> Handle:
         new = SendMeeting((group.rank, group.ranks[to]))
         return self._come(new, "send", x, group, name)
 
     def receive(
-        self, like: Tensor, group: RankGroup, source: int, name: str = ""
+        self, like: Tensor, group: GroupOfRanks, source: int, name: str = ""
     ) -> Handle:
         new = SendMeeting((group.ranks[source], group.rank))
         return self._come(new, "receive", like, group, name, like)
@@ -103,7 +103,7 @@ class SimulatedLink(Link):
         new: Meeting,
         op: str,
         x: Tensor,
-        group: RankGroup,
+        group: GroupOfRanks,
         name: str,
         out: Tensor | None = None,
     ) -> Handle:

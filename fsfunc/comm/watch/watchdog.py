@@ -33,7 +33,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from datetime import timedelta
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from fsfunc.comm.attribution import (
     called_by_user,
@@ -41,14 +41,17 @@ from fsfunc.comm.attribution import (
     source_line,
     traceback_line,
 )
-from fsfunc.comm.backends.link import CollectiveCall, PeerFailed, Signature, table
+from fsfunc.comm.backends.link import (
+    CollectiveCall,
+    GroupOfRanks,
+    PeerFailed,
+    Signature,
+    table,
+)
 from fsfunc.comm.watch.mailboxes import GONE, SILENT, Mailbox
 
 if TYPE_CHECKING:
     import torch.distributed as dist
-
-    from fsfunc.comm.backends.processes import ProcessLink
-    from fsfunc.comm.groups import RankGroup
 
 _MOST_RECORDS = 100
 
@@ -72,12 +75,11 @@ class FlightRecord:
         "begun", "waited", "ended", "failed",
     )  # fmt: skip
 
-    def __init__(self, signature: Signature, group: RankGroup, number: int):
+    def __init__(self, signature: Signature, group: GroupOfRanks, number: int):
         self.signature, self.number, self.ranks = signature, number, group.ranks
         link = group.link
-        self.link: Callable[[], ProcessLink | None] = (
-            _no_link if link is None else weakref.ref(link)  # type: ignore[assignment]
-        )
+        # Returns the `ProcessLink`, or None.
+        self.link: Callable[[], Any] = _no_link if link is None else weakref.ref(link)
         self.label = current_label()
         self.line = ""
         self.begun = time.monotonic()
@@ -121,7 +123,7 @@ class FlightRecorder:
         self.recording_note = ""  # where this process is recorded to, if it is
 
     def begin(
-        self, signature: Signature, group: RankGroup, number: int
+        self, signature: Signature, group: GroupOfRanks, number: int
     ) -> FlightRecord:
         """Records a collective that is about to be sent."""
         record = FlightRecord(signature, group, number)
@@ -329,7 +331,7 @@ class Watchdog:
                 self._check_wait(record, link)
             del link  # this reference must not keep a dropped mesh alive in the pause
 
-    def _check_wait(self, record: FlightRecord, link: ProcessLink) -> None:
+    def _check_wait(self, record: FlightRecord, link: Any) -> None:
         waited = time.monotonic() - record.waited
         if waited > _GRACE and self._has_failed(record.ranks):
             link.hang_up(record.ranks)
