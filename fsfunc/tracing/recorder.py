@@ -358,7 +358,7 @@ class Recorder(Findings, Tracer, Watcher):
         if not (isinstance(x, Tensor) or frame().path):
             # Another claim of one name bears a prime, to be a line of its own.
             earlier = [name for name, _ in self.claims].count(caller)
-            self.claims += told(caller + "'" * earlier, x, answers(()))
+            self.claims.extend(told(caller + "'" * earlier, x, answers(())))
 
     def record_returned(self, args: Sequence[PyTree], out: PyTree) -> None:
         """Records the returned state, of which leaves may be each rank's own."""

@@ -419,7 +419,7 @@ class TypeCheck(FirstCalls):
         # and whether it must be seen to repeat itself.
         self._rechecks: dict[int, tuple[bool, bool]] = {}
         self.combines_numbers: bool | None = None
-        self.ran = True  # when a state was laid out the step was run without data
+        self.ran: bool = True  # when a state was laid out the step was run without data
 
     @heard()
     def check(
