@@ -173,6 +173,7 @@ def _convert_meta_to_cpu(mode: FakeTensorMode) -> None:
         is_plain = not (isinstance(x, FakeTensor) or x.is_conj() or x.is_neg())
         if x.device.type != "meta" or not is_plain:
             return convert(fake_mode, x, *args, **options)
+        # A meta tensor at two places stays one tensor. Held weakly: neither lives on.
         fake = fakes[x]() if x in fakes else None
         if fake is None:
             properties = {"dtype": x.dtype, "requires_grad": x.requires_grad}

@@ -230,10 +230,10 @@ def recompute_activations(graph: torch.fx.GraphModule) -> None:
     The node ``again`` does nothing, but seems to write the product when the cotangent
     is there: else the compiler would compute both activations at once, in the forward.
     """
-    position = {node: i for i, node in enumerate(graph.graph.nodes)}
-    starts = [node for node in position if node.target == START]
+    order = {node: i for i, node in enumerate(graph.graph.nodes)}
+    starts = [node for node in order if node.target == START]
     sources = {x.args[1]: _through_views(x.args[0])[0] for x in starts}
-    for node in filter(_is_activation, position):
+    for node in filter(_is_activation, order):
         product, views = _through_views(node.args[0])
         if not _is_product(product):
             continue
@@ -241,29 +241,25 @@ def recompute_activations(graph: torch.fx.GraphModule) -> None:
         product_readers = _views_and_readers(product)[1]
         if any(map(_may_write, (*readers, *product_readers))):
             continue
+        # The readers behind the first gather of the same parameters again: those of the
+        # backward.
         parameters = {sources.get(_copied_node(x)) for x in product.all_input_nodes}
-        gathered = [
-            position[x] for x in starts if sources[x.args[1]] in parameters - {None}
+        gathers = [
+            order[x] for x in starts if sources[x.args[1]] in parameters - {None}
         ]
-        gathered_again = min(
-            (i for i in gathered if i > position[node]), default=len(position)
+        regathered = min((i for i in gathers if i > order[node]), default=len(order))
+        late = sorted(
+            (x for x in readers if order[x] > regathered), key=order.__getitem__
         )
-        late_readers = sorted(
-            (x for x in readers if position[x] > gathered_again),
-            key=position.__getitem__,
-        )
-        if not late_readers or not all(map(_is_product, late_readers)):
+        if not late or not all(map(_is_product, late)):
             continue
-        cotangents = [
-            x for x in late_readers[0].all_input_nodes if x not in activation_views
-        ]
-        if (
-            cotangents
-            and max(position[x] for x in product_readers) > position[late_readers[0]]
-        ):
-            with graph.graph.inserting_before(late_readers[0]):
+        # Only where the product itself is read later still (by the derivative), so that
+        # it is saved in any case.
+        cotangents = [x for x in late[0].all_input_nodes if x not in activation_views]
+        if cotangents and max(order[x] for x in product_readers) > order[late[0]]:
+            with graph.graph.inserting_before(late[0]):
                 graph.graph.call_function(_AGAIN, (product, cotangents[0]))
-                _copy([*reversed(views), *activation_views], late_readers)
+                _copy([*reversed(views), *activation_views], late)
 
 
 def _copy(nodes: Sequence[torch.fx.Node], readers: Sequence[torch.fx.Node]) -> None:

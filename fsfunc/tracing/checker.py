@@ -11,6 +11,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import replace
+from typing import Any
 
 from torch import Tensor
 
@@ -32,7 +33,7 @@ from fsfunc.sharded.placements import Own
 from fsfunc.sharded.plain_leaves import placement_of
 from fsfunc.tracing.knowledge import TensorFacts, memory_key
 from fsfunc.tracing.operators import partial_view
-from fsfunc.tracing.provenance import Gradient, join
+from fsfunc.tracing.provenance import Gradient, Provenance, join
 from fsfunc.tracing.results import (
     combine,
     gradient_pairs,
@@ -57,6 +58,9 @@ class Checker(Tracer, Watcher, TypedOperators):
         rank_local_paths: the paths of the returned state at which each rank has its own
             value.
     """
+
+    captured: list[Provenance]
+    unit_memory: set[int]
 
     def __init__(
         self,

@@ -360,8 +360,8 @@ class Recorder(Findings, Tracer, Watcher):
         if not (isinstance(x, Tensor) or frame().path):
             # Another claim of one name bears a prime, to be a line of its own.
             earlier = [name for name, _ in self.claims].count(caller)
-            self.claims += describe_lines(
-                caller + "'" * earlier, x, ask_schedules_and_masks(())
+            self.claims.extend(
+                describe_lines(caller + "'" * earlier, x, ask_schedules_and_masks(()))
             )
 
     def record_returned(self, args: Sequence[PyTree], out: PyTree) -> None:

@@ -421,9 +421,8 @@ class TypeCheck(FirstCalls):
         # and whether it must be seen to repeat itself.
         self._rechecks: dict[int, tuple[bool, bool]] = {}
         self.combines_numbers: bool | None = None
-        self.ran_without_data = (
-            True  # when a state was laid out the step was run without data
-        )
+        # When a state was laid out the step was run without data.
+        self.ran_without_data = True
 
     @reraising_interrupts()
     def check(
