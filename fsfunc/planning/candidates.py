@@ -107,6 +107,7 @@ class Space:
         rows //= self.base_stack(axes).parts
         ranks = dict(axes)[PIPE]
         counts = [n * ranks for n in (1, 2, 4) if n * ranks <= rows] or [rows]
+        # One `zero` here; `stack_search` tries the others with the best of these.
         zero = next(iter(self._zeros(axes)))
         return [
             replace(variant, schedule=schedule, microbatches=n)

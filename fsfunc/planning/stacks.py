@@ -178,6 +178,7 @@ class Stack:
         Raises:
             ValueError: a mesh of other axes.
         """
+        # Another mesh would take the stack without complaint, and cut other parts.
         if dict(mesh.axes) != dict(self.axes):
             raise ValueError(
                 f"this stack is for the axes {dict(self.axes)}, not {mesh}"
