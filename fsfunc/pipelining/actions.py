@@ -248,8 +248,6 @@ def owners(schedule: Schedule) -> tuple[int, ...]:
     >>> owners(parse(["F0@0 F0@3", "F0@1 F0@2"]))
     (0, 1, 1, 0)
     """
-    # One rank a stage: its parameters lie there, and gradients of another rank's part
-    # of it would need a reduction that no schedule has.
     rank_of: dict[int, int] = {}
     for rank, row in enumerate(schedule):
         for action in row:
