@@ -2,8 +2,8 @@
 
 `stack_search.search` takes its arguments together as a `Space`, asks `meshes` for the
 meshes and the `Space` for the stacks on each. `least_state_bytes` and
-`whole_gradient_bytes` are lower bounds in closed form: a stack that they exceed the
-memory with is never planned.
+`whole_gradient_bytes` are lower bounds in closed form: a stack whose bounds exceed the
+memory is never planned.
 """
 
 from __future__ import annotations
