@@ -271,7 +271,7 @@ def stages_of(row: Iterable[Action]) -> tuple[int, ...]:
 
 
 def forward_only(schedule: Schedule) -> Schedule:
-    """Returns the schedule without all but its forward actions, in the same order.
+    """Returns the schedule's forward actions alone, in the same order.
 
     >>> print(listing(forward_only(parse(["F0 F1 B0 B1", "F0 B0 F1 B1"]))))
     0: F0 F1

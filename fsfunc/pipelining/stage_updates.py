@@ -90,8 +90,8 @@ class Updating(Pipelining):
         ) -> tuple[TrainState, dict[str, Tensor]]:
             f = frame()
             _check_around(f.handlers[:-1])
-            # While a step is recorded another interpretation stands for this one. Then
-            # layouts and types are asked for, which a synchronous step has alike.
+            # While a step is recorded another interpretation stands for this one. Only
+            # layouts and types are wanted then, and a synchronous step has the same.
             if f.handlers[-1] is not self:
                 value, grads = value_and_grad(loss)(state.params, *batch, **keywords)
                 return state.apply_gradients(grads, self.optimizer), {"loss": value}

@@ -220,6 +220,7 @@ class ActionTimer:
         self.start = perf_counter()
 
     def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
+        # An action that raised has no end; without a clock nothing is recorded.
         if error is None and (logs := _CLOCKS.get()):
             event = TimedAction(self.rank, self.action, self.start, perf_counter())
             for events in logs:

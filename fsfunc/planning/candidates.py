@@ -2,8 +2,8 @@
 
 `stack_search.search` takes its arguments together as a `Space`, asks `meshes` for the
 meshes and the `Space` for the stacks on each. `least_state_bytes` and
-`whole_gradient_bytes` are lower bounds in closed form: a stack that they exceed the
-memory with is never planned.
+`whole_gradient_bytes` are lower bounds in closed form: a stack whose bounds exceed the
+memory is never planned.
 """
 
 from __future__ import annotations
@@ -107,6 +107,7 @@ class Space:
         rows //= self.base_stack(axes).parts
         ranks = dict(axes)[PIPE]
         counts = [n * ranks for n in (1, 2, 4) if n * ranks <= rows] or [rows]
+        # One `zero` here; `stack_search` tries the others with the best of these.
         zero = next(iter(self._zeros(axes)))
         return [
             replace(variant, schedule=schedule, microbatches=n)

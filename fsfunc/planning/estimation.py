@@ -204,6 +204,7 @@ def estimate(
     lateness = hardware.straggling * math.log2(_nodes(plan, hardware))
     seconds = played.seconds * (1 + lateness)
     lost_seconds = played.seconds * lateness
+    # What all wait for the slowest node they wait in collectives: it is exposed.
     times = [
         dataclasses.replace(r, exposed=r.exposed + lost_seconds) for r in played.ranks
     ]

@@ -46,6 +46,7 @@ class Level:
     latency: float
 
     def __new__(cls, *args: Any, **fields: Any) -> Level:
+        # Before the dataclass's own __init__, whose error has no nearest name.
         refuse_unknown(cls, fields)
         return super().__new__(cls)
 
@@ -130,6 +131,7 @@ class Hardware:
     pairwise: tuple[str, ...] = ()
 
     def __new__(cls, *args: Any, **fields: Any) -> Hardware:
+        # Before the dataclass's own __init__, whose error has no nearest name.
         refuse_unknown(cls, fields)
         return super().__new__(cls)
 

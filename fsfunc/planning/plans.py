@@ -115,6 +115,7 @@ class RankPlan:
     def work(self) -> Mapping[tuple[str, str], Work]:
         """The work by (unit, phase), in the order of first appearance."""
         work_of: dict[tuple[str, str], Work] = {}
+        # Over distinct operators: a plan of many layers has few of them.
         for (op, unit, phase), n in self.ran.items():
             calls = self.calls.get((unit, phase), 0)
             _, ops, flops, n_bytes = work_of.get((unit, phase), (0, 0, 0, 0))
@@ -257,6 +258,7 @@ class Plan:
         if not 0 <= rank < self.mesh.size:
             raise IndexError(f"rank {rank} of {self.mesh}")
         coordinates = self.mesh.coordinates(rank)
+        # Ranks with equal coordinates along these axes run the same program.
         for rank_plan in self.ranks:
             if all(
                 rank_plan.coordinates[axis] == coordinates[axis]

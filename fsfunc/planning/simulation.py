@@ -206,6 +206,8 @@ class _RankRun:
         self.clock += seconds
         self.compute += seconds
         label = (unit, phase, self.turn)
+        # One span for all operators of a unit that follow each other: a chart of each
+        # operator would be unreadable.
         if start != self._span_end or label != self._label:
             self.end_span()
             self._label, self._span_start = label, start
@@ -338,6 +340,7 @@ class _PlanRun(Player):
                 op = event.op
                 if op not in costs:
                     costs[op] = cost_model.op_seconds(op, hardware, self.attention)
+                # With `processors` given the host is modelled apart from the device.
                 if hardware.processors:
                     run.launch(costs[op], hardware.overhead, event.unit, event.phase)
                 else:

@@ -178,6 +178,7 @@ class Stack:
         Raises:
             ValueError: a mesh of other axes.
         """
+        # A mesh with the same axes in other sizes would be taken in silence.
         if dict(mesh.axes) != dict(self.axes):
             raise ValueError(
                 f"this stack is for the axes {dict(self.axes)}, not {mesh}"
@@ -221,6 +222,7 @@ class Stack:
         """Returns one line: the mesh, and the transforms around one another."""
         text = ""
         for layer in self.layers():
+            # The usual axes say nothing in one line: every stack has them.
             arguments = [
                 a for a in _written(layer) if a not in (f'"{DATA}"', f'"{PIPE}"')
             ]

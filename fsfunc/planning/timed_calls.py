@@ -176,6 +176,7 @@ def _words(
 def _optimizer(p: Tensor) -> list[Call]:
     m, v, g = torch.zeros_like(p), torch.ones_like(p), torch.ones_like(p)
     step = torch.ones((), device=p.device)
+    # With lr=0 the same parameters can be updated again and again.
     options = dict(lr=0.0, beta1=0.9, beta2=0.95, weight_decay=0.1, eps=1e-8)
     options.update(amsgrad=False, maximize=False)
     return [lambda: aten._fused_adamw_([p], [g], [m], [v], [], [step], **options)]
@@ -261,9 +262,11 @@ class Stopwatch:
         Args:
             batch: calls between two readings of the clock.
         """
+        # On a GPU a call is launched ahead: many between two readings of the clock, so
+        # that the wait for the device at the end weighs little.
         batch *= 10 if self.device.type == "cuda" else 1
-        self._seconds_of(call, batch)
-        self.mean(0.0)
+        self._seconds_of(call, batch)  # warms up: kernels, caches, memory
+        self.mean(0.0)  # all ranks begin together
         times, end = [], time.perf_counter() + share * self.seconds
         while len(times) < FEWEST or time.perf_counter() < end:
             times.append(self._seconds_of(call, batch))
