@@ -8,19 +8,15 @@ words, such as "column", of which each layer gets one (`match_words`).
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import TypeAlias, cast
 
 from torch import nn
 
 from fsfunc import _torch
 from fsfunc.interop.split_layers import SPLIT_CLASSES, check_experts
 from fsfunc.tree.structure import matches, nearest
-
-# What names units: a class, a name or a pattern of names, a compiled regular
-# expression, a size, a predicate of (name, module); or any nesting of several.
-Units: TypeAlias = Any
 
 
 @dataclass(frozen=True, repr=False)
@@ -53,6 +49,19 @@ class BySize:
             return in_units
         units.append(name)
         return count
+
+
+# What names units: a class, a name or a pattern of names, a compiled regular
+# expression, a size, or a predicate of (name, module); and any nesting of several.
+Selector: TypeAlias = (
+    type[nn.Module]
+    | str
+    | re.Pattern[str]
+    | int
+    | BySize
+    | Callable[[str, nn.Module], bool]
+)
+Units: TypeAlias = "Selector | Sequence[Units] | Set[Units] | None"
 
 
 def by_size(
@@ -109,16 +118,16 @@ def select_units(module: nn.Module, units: Units) -> list[str]:
     return [name for name in first_names.values() if name in selected]
 
 
-def _each(units: Units) -> Iterator[Units]:
+def _each(units: Units) -> Iterator[Selector]:
     """Yields the selectors one by one, of any nesting."""
     if isinstance(units, list | tuple | set | frozenset):
         for inner in units:
             yield from _each(inner)
     elif units is not None:
-        yield units
+        yield cast(Selector, units)
 
 
-def _matching(module: nn.Module, selector: Units) -> list[str]:
+def _matching(module: nn.Module, selector: Selector) -> list[str]:
     if isinstance(selector, int) and not isinstance(selector, bool):
         selector = by_size(selector)
     if isinstance(selector, BySize):
@@ -130,7 +139,7 @@ def _matching(module: nn.Module, selector: Units) -> list[str]:
     ]
 
 
-def _predicate(selector: Units) -> Callable[[str, nn.Module], bool]:
+def _predicate(selector: Selector) -> Callable[[str, nn.Module], bool]:
     if isinstance(selector, type) and issubclass(selector, nn.Module):
         return lambda _, m: isinstance(m, selector)
     if isinstance(selector, str):
@@ -161,7 +170,7 @@ def _is_named(pattern: str, name: str) -> bool:
 
 
 def _no_match_message(
-    module: nn.Module, selector: Units, modules: dict[str, nn.Module]
+    module: nn.Module, selector: Selector, modules: dict[str, nn.Module]
 ) -> str:
     shown = getattr(selector, "__name__", repr(getattr(selector, "pattern", selector)))
     if modules:

@@ -450,7 +450,7 @@ import os, signal, sys
 import torch, fsfunc as ff
 from fsfunc.testing.recordings import files
 
-appear, seen = files.appear, []
+appear, seen = files.publish, []
 
 def killed(part, path):
     seen.append(path)
@@ -458,7 +458,7 @@ def killed(part, path):
         os.kill(os.getpid(), signal.SIGKILL)
     appear(part, path)
 
-files.appear = killed
+files.publish = killed
 step = ff.remat(lambda w, x: w * x)
 with ff.testing.recorded(sys.argv[1]):
     for i in range(9):
