@@ -76,7 +76,8 @@ def run_kernel(
     writing = Writing(matched)
     old_trees = [matched.trees[0], *matched.trees[2:]]
     try:
-        wait_for_copies()  # no copy to the device still reads what is written on the host
+        # No copy to the device still reads what is written on the host.
+        wait_for_copies()
         with torch.no_grad():
             targets = writing.targets(old_trees)
             count_write([t for target in targets for t in target.tensors])

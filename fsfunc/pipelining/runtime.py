@@ -177,7 +177,8 @@ class Worker:
         with (
             torch.set_grad_enabled(bool(self.grad_leaves)),
             maps_run_by(apply_or_stand_in),
-            running_eagerly(),  # compiled functions between units may be given placeholders
+            # Compiled functions between units may be given placeholders.
+            running_eagerly(),
             inside(f),
         ):
             try:

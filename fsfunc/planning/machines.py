@@ -253,8 +253,8 @@ def refuse_unknown(cls: type, names: Iterable[str]) -> None:
     for name in names:
         if name not in field_names:
             raise TypeError(
-                f'{cls.__name__} has no field "{name}"{did_you_mean(name, field_names)}; '
-                f"it has: {', '.join(field_names)}"
+                f'{cls.__name__} has no field "{name}"'
+                f"{did_you_mean(name, field_names)}; it has: {', '.join(field_names)}"
             )
 
 

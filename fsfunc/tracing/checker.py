@@ -113,8 +113,8 @@ class Checker(Tracer, Watcher, TypedOperators):
         if ranks.size == 1:
             self.facts.set_kind(y, Kind.A, f"what {linear_map.op} gives")
             return
-        # Types are about the axes over which the loss is a mean: along others (of tensor
-        # parallelism) a value keeps its type, and `split_work` follows it.
+        # Types are about the axes over which the loss is a mean: along others (of
+        # tensor parallelism) a value keeps its type, and `split_work` follows it.
         if not ranks.loss_is_mean:
             facts = self.facts.of(x)
             # A row of terms has the type of parts, as the library made it.
