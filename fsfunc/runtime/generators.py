@@ -227,7 +227,7 @@ def seed63(*numbers: int) -> int:
 def seed64(*numbers: int) -> int:
     """Returns a seed of 64 bits, of numbers and their order: for a row of data.
 
-    >>> mixed(0, 1) == mixed(0, 1), mixed(0, 1) == mixed(1, 0)
+    >>> seed64(0, 1) == seed64(0, 1), seed64(0, 1) == seed64(1, 0)
     (True, False)
     """
     x = 0

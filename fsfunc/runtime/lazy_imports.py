@@ -23,7 +23,7 @@ def lazy_names(
         package: its name.
         names: by name the module that has it; or that is it, if it ends so.
 
-    >>> get, _ = later_names("fsfunc.runtime", {"spooled": "fsfunc.runtime.no_module"})
+    >>> get, _ = lazy_names("fsfunc.runtime", {"spooled": "fsfunc.runtime.no_module"})
     >>> get("spoiled")
     Traceback (most recent call last):
     AttributeError: module 'fsfunc.runtime' has no attribute 'spoiled'

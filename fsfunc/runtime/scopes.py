@@ -76,7 +76,7 @@ def gc_paused() -> Iterator[None]:
 
     For code that makes thousands of values, of which it would find none to free.
 
-    >>> with uncollected():
+    >>> with gc_paused():
     ...     gc.isenabled()
     False
     """

@@ -219,7 +219,7 @@ class VmapLink(Link):
             for i, (r, y) in enumerate(zip(ranks, ys, strict=True)):
                 results[r] = y
                 if linear_map.collective and len(ranks) > 1:
-                    ranks_group = replace(group, ranks=ranks, index=i, rank=r)
+                    ranks_group = replace(group, ranks=ranks, index=i, rank=r)  # type: ignore[type-var]
                     kwargs = linear_map.kwargs
                     note(linear_map.collective, inputs[r], ranks_group, kwargs)
         return torch.stack(results)
