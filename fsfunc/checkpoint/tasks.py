@@ -64,7 +64,7 @@ class SaveTask:
     peers: SavePeers | None = None  # the ranks to exchange messages with, in background
     _is_finished: bool = False
     _versions: list[int] = field(default_factory=list)  # of the tensors, at the call
-    _stream_ends: list[torch.Event] = field(default_factory=list)
+    _stream_ends: list[torch.cuda.Event] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         leaves = self.contents.tensors.values()

@@ -132,7 +132,7 @@ def plan_build(
     with refusing_errors(script):
         options = {"mesh": mesh, "layouts": layouts, "device": device}
         step_plan = plan(step, init, optimizer, batch, **options)
-    used_axes = set(step_plan.asked)
+    used_axes = set(step_plan.differing_axes)
     for rank_plan in step_plan.ranks:
         used_axes |= {axis for record in rank_plan.records for axis in record.axis}
     for axis, size in mesh.axes.items():

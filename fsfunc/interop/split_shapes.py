@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from fsfunc import _torch, tree
-from fsfunc.core.casts import differentiable
+from fsfunc.core.casts import HasDtype, differentiable
 from fsfunc.interop.stubs import AbsentTensor
 from fsfunc.tree.structure import TreeDef
 from fsfunc.tree.types import Leaf, PyTree
@@ -145,7 +145,8 @@ def _fill(m: nn.Module, is_whole: bool, names: dict[int, _Param]) -> None:
     for table in (params, buffers, vars(m)):
         for key, x in table.items():
             if isinstance(x, AbsentTensor) and x.dtype is not None:
-                requires_grad = table is params and differentiable(x)
+                is_param = table is params
+                requires_grad = is_param and differentiable(cast(HasDtype, x))
                 table[key] = _meta(cast(torch.Size, x.shape), x.dtype, requires_grad)
                 if table is params:
                     names[id(table[key])] = _Param(x.name, is_whole)

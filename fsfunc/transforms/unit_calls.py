@@ -407,7 +407,8 @@ class UnitBoundary(NamedTuple):
                 x = x._part if isinstance(x, Sharded) else x
                 if isinstance(x, Tensor):
                     stop.add(x.grad_fn)
-            graph_nodes, hook_count = _torch.graph_nodes(roots, stop), 0
+            graph_nodes: list[Any] = _torch.graph_nodes(roots, stop)
+            hook_count = 0
             if savers:
                 graph_nodes += [x.grad_fn for x in savers]
             for call, shard, storage_key, offset in to_forget:

@@ -182,7 +182,10 @@ class Exact(_torch.HiddenFromCompile):
         return numbers.constants(result)
 
     def _convert(
-        self, func: Overload, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self,
+        func: Overload | _torch.OpOverloadPacket,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
     ) -> Any:
         """Casts a tensor; among floats that is the identity, as nothing is rounded."""
         x, dtype = args[0], kwargs.get("dtype", args[1] if len(args) > 1 else None)
@@ -253,7 +256,9 @@ class Exact(_torch.HiddenFromCompile):
             raise self._refusal(func, "no rule says what it is in a field")
         return result
 
-    def _refusal(self, func: Overload, reason: str) -> NoExactRule:
+    def _refusal(
+        self, func: Overload | _torch.OpOverloadPacket, reason: str
+    ) -> NoExactRule:
         return NoExactRule(
             f"{_operator_name(func)} in an exact run{_describe_location()}: {reason}"
         )

@@ -11,11 +11,12 @@ import functools
 import math
 from collections.abc import Callable
 from fractions import Fraction
-from typing import Any, Protocol
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
+from fsfunc import _torch
 from fsfunc.testing.finite_field import field as numbers
 from fsfunc.testing.finite_field.field import (
     INFINITY,
@@ -33,15 +34,8 @@ Operand = Tensor | float
 
 RULES: dict[str, Rule] = {}
 
-
-class Overload(Protocol):
-    """An operator of torch, such as ``torch.ops.aten.add.Tensor``, as modes get it."""
-
-    namespace: str
-    _schema: Any
-    _overloadname: str
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
+# An operator of torch, such as ``torch.ops.aten.add.Tensor``, as modes get it.
+Overload: TypeAlias = _torch.OpOverload
 
 
 def rule(*names: str) -> Callable[[Rule], Rule]:
