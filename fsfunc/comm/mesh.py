@@ -63,7 +63,7 @@ class Mesh:
                 raise ValueError(f'axis "{name}" needs a size of at least 1: {size!r}')
         self.axes: dict[str, int] = dict(axes)
         self.backend = backend
-        self.size = math.prod(self.axes.values())
+        self.size: int = math.prod(self.axes.values())
         self.link = link
         # Gradients still to compare, by rank, loss and axis: see `gradient_checks`. The
         # mesh has them where no transformed function runs that could.

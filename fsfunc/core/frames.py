@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from contextvars import ContextVar, Token
 from dataclasses import dataclass, field, replace
 from types import CodeType, MethodType
@@ -371,6 +372,10 @@ class inside:
     """
 
     __slots__ = ("frame", "is_user_code", "resets", "one_thread")
+
+    frame: Frame
+    is_user_code: bool
+    one_thread: AbstractContextManager[None] | None
 
     def __init__(self, frame: Frame, is_user_code: bool = False):
         self.frame = frame

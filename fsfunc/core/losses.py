@@ -234,7 +234,7 @@ class Max(Reduced[Tree]):
         return x.dtype != torch.bool and not x.is_complex()
 
 
-def is_reduced(x: PyTree) -> TypeGuard[Reduced]:
+def is_reduced(x: PyTree) -> TypeGuard[Reduced[Any]]:
     """Returns whether ``x`` is a `Reduced`, as a `Summed` is."""
     return isinstance(x, Reduced)
 

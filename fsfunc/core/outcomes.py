@@ -27,7 +27,7 @@ from fsfunc.core.losses import divide_aux
 from fsfunc.runtime.memory_spaces import space_of
 from fsfunc.sharded.leaf import FlatShard, Parts, PendingGradient, is_sharded
 from fsfunc.sharded.packing import as_packed_tree
-from fsfunc.tree.types import Args, Keywords, PyTree
+from fsfunc.tree.types import Args, Keywords, Leaf, PyTree
 
 Argnums = int | str | Sequence[int | str]
 BatchArgnums = tuple[int | str, ...]
@@ -280,6 +280,8 @@ class Leaves:
         self.original_args: Args = tuple(args)
         self.argnums: tuple[int, ...] = tuple(argnums)
         chosen = tuple(args[i] for i in argnums)
+        self.leaves: list[Leaf]
+        self.treedef: tree.TreeDef
         self.leaves, self.treedef = tree.flatten(chosen, is_leaf=is_sharded)
         if not tree.are_shown(self.leaves):
             names = [f"argument {i}" for i in argnums]

@@ -97,7 +97,7 @@ def batch_norm(
     *,
     eps: float = 1e-5,
     running: RunningStatistics | None = None,
-) -> tuple[Tensor, Summed | None]:
+) -> tuple[Tensor, Summed[Moments] | None]:
     """Normalises ``x`` channel by channel; returns that, and the sums of ``x``.
 
     y = weight * (x - mean) / sqrt(var + eps) + bias, with the mean and the biased
@@ -213,7 +213,7 @@ def _is_running(x: PyTree) -> bool:
 
 
 def _commit_one(
-    running: RunningStatistics, stats: Summed, momentum: float | None
+    running: RunningStatistics, stats: Summed[Moments], momentum: float | None
 ) -> RunningStatistics:
     total, squares, n = stats.tree
     if total.shape != running.mean.shape:
@@ -244,7 +244,7 @@ def sync_batch_norm(
     *,
     eps: float = 1e-5,
     running: RunningStatistics | None = None,
-) -> tuple[Tensor, Summed | None]:
+) -> tuple[Tensor, Summed[Moments] | None]:
     """Normalises channel by channel by the statistics of all ranks' ``x`` together.
 
     It is ``batch_norm`` of the ranks' ``x`` joined along any dim but 1:

@@ -110,7 +110,8 @@ class RankDraws:
     """
 
     def __init__(self, index: int, *, draws: bool):
-        self.before = before = generator_states()
+        before = generator_states()
+        self.before: States = before
         # Where nothing is drawn the state is the same in each call: the seeded one is
         # cached for it.
         cached_for, seeded, seeded_bits = _SEEDED.get(index, _NEVER)
@@ -126,7 +127,7 @@ class RankDraws:
             if len(_SEEDED) >= 256:
                 _SEEDED.clear()
             _SEEDED[index] = bits, seeded, seeded_bits
-        self.seeded_bits = None if draws else seeded_bits
+        self.seeded_bits: StateBits | None = None if draws else seeded_bits
 
     def end(self, failed: bool) -> None:
         """Restores the generators, one number later; if ``failed`` exactly."""

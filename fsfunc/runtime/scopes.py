@@ -11,7 +11,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from contextvars import ContextVar
+from contextvars import ContextVar, Token
 from typing import Any
 
 import torch
@@ -34,6 +34,10 @@ class Scoped:
     """
 
     __slots__ = ("var", "value", "token")
+
+    var: ContextVar[Any]
+    value: Any
+    token: Token[Any]
 
     def __init__(self, var: ContextVar[Any], value: Any):
         self.var, self.value = var, value

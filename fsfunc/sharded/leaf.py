@@ -73,6 +73,11 @@ class Sharded:
         "_part", "_range", "layout", "packed", "parts", "why_unusable", "__weakref__",
     )  # fmt: skip
 
+    layout: Layout
+    packed: FlatShard | None
+    parts: Parts | None
+    why_unusable: str
+
     def __init__(
         self,
         local: Any,
@@ -85,7 +90,7 @@ class Sharded:
         self._part = local
         self._range: tuple[Tensor, int, int] | None = None
         self.layout, self.packed, self.why_unusable = layout, packed, why_unusable
-        self.parts: Parts | None = None
+        self.parts = None
 
     @property
     def _local(self) -> Any:
@@ -128,9 +133,10 @@ class Sharded:
         if self.why_unusable:
             raise RuntimeError(f"{self.layout.name!r}: {self.why_unusable}")
 
-    name = property(attrgetter("layout.name"))
-    ndim = property(attrgetter("layout.ndim"))
-    dtype = property(attrgetter("layout.dtype"))
+    # In C, as they are read of every leaf.
+    name: property = property(attrgetter("layout.name"))
+    ndim: property = property(attrgetter("layout.ndim"))
+    dtype: property = property(attrgetter("layout.dtype"))
 
     @property
     def shape(self) -> torch.Size:
@@ -266,7 +272,7 @@ for _name in OPERATORS:
 # it is called for every node of a tree.
 # For checkers, a tree of tensors that was laid out is a tree of tensors still: this
 # tells them, of a leaf, what it is.
-is_sharded = cast(Callable[[Any], TypeGuard[Sharded]], Sharded.__instancecheck__)
+is_sharded: Callable[[Any], TypeGuard[Sharded]] = cast(Any, Sharded.__instancecheck__)
 
 
 class PendingGradient(Sharded):
