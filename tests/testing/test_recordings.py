@@ -664,7 +664,7 @@ def test_a_rank_that_waits_says_where_its_call_is_recorded(capsys):
     record = dog.flight.begin(said, where, 0)
     at = SimpleNamespace(link=SimpleNamespace(flight=dog.flight))
     with CallRecorder(Path("tape"), 1, 1)._name_in_watchdog(at):
-        dog._say(record)
-    dog._say(record)
+        dog._print_states(record)
+    dog._print_states(record)
     lines = [x for x in capsys.readouterr().err.splitlines() if "[fsfunc]" in x]
     assert ["; its call is recorded in tape" in line for line in lines] == [True, False]
