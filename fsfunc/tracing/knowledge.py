@@ -24,7 +24,14 @@ from fsfunc.comm.descriptions import checksums, has_values
 from fsfunc.runtime.memory import StorageTable
 from fsfunc.sharded.leaf import is_sharded
 from fsfunc.tracing.operators import partial_view
-from fsfunc.tracing.provenance import NOTHING, Gradient, Provenance, RowChoice, Rows
+from fsfunc.tracing.provenance import (
+    NOTHING,
+    Gradient,
+    Provenance,
+    RowBlock,
+    RowChoice,
+    Rows,
+)
 from fsfunc.tracing.types import PARTS, Kind, Operand, joint_kind
 from fsfunc.tree import PyTree
 
@@ -454,14 +461,12 @@ class OwnTensors:
     def is_of_all_rows(self, gradient: Gradient) -> bool:
         """Returns whether a gradient is of all rows of each tensor it was taken of.
 
-        Which rows an index tensor chose is unknown: they count as one.
+        Which rows an index tensor or a constant chose is unknown: they count as one.
         """
         counts: dict[int, int] = defaultdict(int)
         for rows in gradient.rows:
-            is_block = isinstance(rows.which, tuple) and len(rows.which) == 2
-            counts[rows.tensor] += (
-                rows.which[1] if is_block and type(rows.which[1]) is int else 1
-            )
+            which = rows.which
+            counts[rows.tensor] += which.count if isinstance(which, RowBlock) else 1
         return all(
             count >= self._lengths.get(tensor, count + 1)
             for tensor, count in counts.items()
@@ -470,11 +475,11 @@ class OwnTensors:
     def is_single(self, rows: Rows) -> bool:
         """Returns whether rows are a single one of several, or chosen one by one."""
         which = rows.which
-        if not (isinstance(which, tuple) and len(which) == 2 and type(which[1]) is int):
+        if not isinstance(which, RowBlock):
             return True
         has_few = self._lengths.get(rows.tensor, 0) < _SEVERAL
         self.were_sliced |= has_few
-        return which[1] == 1 and not has_few
+        return which.count == 1 and not has_few
 
     def note_slice(self, x: Tensor) -> None:
         """Notes that the step took a part of an own tensor, perhaps all of it."""
@@ -494,10 +499,10 @@ def _span(x: Tensor) -> tuple[int, int]:
 
 
 def _visible_rows(x: Tensor, start: int, tensor: _OwnTensor) -> RowChoice | None:
-    """Returns (the first row, how many follow) for a view; None if it shows all rows.
+    """Returns the rows that a view shows, by position; None if it shows all.
 
-    Where the view skips some, its dims along the rows stand in place of their number,
-    as (stride in rows, size).
+    Where it skips some, that is the first one and its dims along the rows, each as
+    (stride in rows, size).
 
     Args:
         x: the view.
@@ -521,5 +526,5 @@ def _visible_rows(x: Tensor, start: int, tensor: _OwnTensor) -> RowChoice | None
     return (
         None
         if row_count >= tensor.rows
-        else (start // tensor.row_stride % tensor.rows, row_count)
+        else RowBlock(start // tensor.row_stride % tensor.rows, row_count)
     )

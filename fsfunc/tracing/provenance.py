@@ -27,14 +27,26 @@ from torch import Tensor
 from fsfunc.tracing.operators import COPIES, OperatorClass
 
 
+class RowBlock(NamedTuple):
+    """Rows that follow each other.
+
+    Args:
+        first: the position of the first one.
+        count: their number.
+    """
+
+    first: int
+    count: int
+
+
 class Rows(NamedTuple):
     """Some, not all, rows of a rank's own tensor.
 
     Args:
         tensor: the key of the tensor's value.
         name: what to call the tensor.
-        which: which rows: (the first, their number), (the first, how they lie) where a
-            view skips some, or a key where an index tensor or a constant chose them.
+        which: a block of them; (the first, how they lie) where a view skips some; or a
+            key, of any length, where index tensors or a constant chose them.
     """
 
     tensor: int
@@ -92,9 +104,7 @@ class Gradient:
 DimKey: TypeAlias = tuple[int, int]
 UNKNOWN: DimKey = (0, 0)
 Shares: TypeAlias = frozenset[tuple[frozenset[Rows], float]]
-RowChoice: TypeAlias = (
-    tuple[int, int | tuple[tuple[int, int], ...]] | tuple[object, ...]
-)
+RowChoice: TypeAlias = RowBlock | tuple[object, ...]
 
 
 def _proportional(some: Shares, others: Shares) -> bool:

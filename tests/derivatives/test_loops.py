@@ -135,6 +135,15 @@ REFUSED = {
     "selected": noise_of(
         lambda x: [x.index_select(0, torch.tensor([i])) for i in (0, 1)]
     ),
+    "paired indices": noise_of(
+        lambda x: [x[torch.tensor([[i]]), torch.arange(x.shape[1])] for i in (0, 1)]
+    ),
+    "weighed": noise_of(
+        lambda x: [
+            (torch.eye(len(x), dtype=x.dtype)[i][:, None] * x).sum(0, keepdim=True)
+            for i in (0, 1)
+        ]
+    ),
     "transformation": by_transformation,
     "stock": by_stock,
 }
