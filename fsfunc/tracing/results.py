@@ -226,7 +226,7 @@ def _joined_dim(arguments: Sequence[Any], x: Tensor) -> int:
     return next((n % (x.ndim + 1) for n in arguments if type(n) is int), 0)
 
 
-_PRODUCTS = {"mm", "mv", "bmm", "matmul", "dot"}
+_PRODUCTS = {"mm", "mv", "bmm", "matmul", "dot", "addmm", "addmv", "baddbmm", "addbmm"}
 
 
 def _chosen_rows(
@@ -239,17 +239,42 @@ def _chosen_rows(
     if copies_rows(op, arguments) and pairs[0][1].kind is Kind.V:
         return [_picked_rows(table, *(x for x, _ in pairs))]
     own_rows = next((x for x, facts in pairs if facts.kind is Kind.V and x.ndim), None)
-    if own_rows is None or own_rows.shape[0] < 2:
+    if own_rows is None:
         return []
-    provenances, is_product = [], op.name in _PRODUCTS
-    for constant, facts in pairs:
-        if facts.kind is Kind.K and not facts.uniform and constant.ndim:
-            matches_rows = constant.shape[-1 if is_product else 0] == own_rows.shape[0]
-            if matches_rows and (
-                is_product or op.elementwise and constant.ndim == own_rows.ndim
-            ):
-                provenances.append(table.weighed_rows(own_rows, constant))
-    return provenances
+    if op.name in _PRODUCTS:
+        weights = _weights_of_rows(own_rows, [x for x, _ in pairs])
+    elif op.elementwise:
+        weights = [
+            x
+            for x, _ in pairs
+            if x.ndim == own_rows.ndim and x.shape[0] == own_rows.shape[0] > 1
+        ]
+    else:
+        weights = []
+    return [
+        table.weighed_rows(own_rows, x)
+        for x, facts in pairs
+        if facts.kind is Kind.K and not facts.uniform and any(x is w for w in weights)
+    ]
+
+
+def _weights_of_rows(rows: Tensor, factors: Sequence[Tensor]) -> list[Tensor]:
+    """Returns the factors of a product with which it sums over the rows of ``rows``.
+
+    They come before it, ``weights @ rows``, where its last dim but one has the rows; or
+    behind, ``rows.T @ weights``, where the last one has them, as the strides show.
+    """
+    place = next(i for i, x in enumerate(factors) if x is rows)
+    before, after = factors[:place], factors[place + 1 :]
+    count = rows.shape[-2 if rows.ndim > 1 else 0]
+    weights = [x for x in before if x.ndim and x.shape[-1] == count > 1]
+    if rows.ndim < 2:
+        weights += [x for x in after if x.ndim and x.shape[-2:][0] == count > 1]
+    elif rows.stride(-1) > rows.stride(-2):
+        weights += [
+            x for x in after if x.ndim and x.shape[-2:][0] == rows.shape[-1] > 1
+        ]
+    return weights
 
 
 def rows_of_derivative(table: FactTable, outputs: PyTree) -> list[Provenance]:

@@ -144,6 +144,18 @@ REFUSED = {
             for i in (0, 1)
         ]
     ),
+    "weighed in a product": noise_of(
+        lambda x: [torch.eye(len(x), dtype=x.dtype)[i : i + 1] @ x for i in (0, 1)]
+    ),
+    "weighed behind": noise_of(
+        lambda x: [(x.T @ torch.eye(len(x), dtype=x.dtype)[i])[None] for i in (0, 1)]
+    ),
+    "weighed by einsum": noise_of(
+        lambda x: [
+            torch.einsum("r,rc->c", torch.eye(len(x), dtype=x.dtype)[i], x)[None]
+            for i in (0, 1)
+        ]
+    ),
     "transformation": by_transformation,
     "stock": by_stock,
 }
