@@ -116,7 +116,7 @@ with _uncollected():  # it would walk all of torch, for as long as these take
     from fsfunc.transforms.sharding import shard
 
 if TYPE_CHECKING:
-    from fsfunc import nn, show, testing, tree
+    from fsfunc import nn, optim, show, testing, tree
     from fsfunc.checkpoint.finding import latest, metadata
     from fsfunc.checkpoint.loading import load
     from fsfunc.checkpoint.safetensors import consolidate
@@ -264,6 +264,7 @@ if TYPE_CHECKING:
         "MinCut",
         "muon",
         "nn",
+        "optim",
         "observe_gradients",
         "offload",
         "Optimizer",

@@ -51,8 +51,11 @@ class Weighted(NamedTuple):
     weight: Tensor | float
 
 
-Loss: TypeAlias = Tensor | Weighted
-"""What a loss function returns: a floating scalar, or a sum with its weight."""
+Loss: TypeAlias = Tensor | Weighted | float
+"""What a loss function returns: a floating scalar, or a sum with its weight.
+
+It may be annotated as a number too, as the sum of tensors by ``sum()`` is to a checker.
+"""
 
 
 class LossParts(NamedTuple):

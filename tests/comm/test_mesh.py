@@ -126,3 +126,19 @@ def test_the_parts_make_the_batch(backend, sizes, data):
     assert torch.cat([p["x"] for p in in_order]).tolist() == list(range(rows))
     assert {len(p["x"]) for p in parts} <= {rows // mesh.size, rows // mesh.size + 1}
     assert all(p["y"][1] == "name" and p["y"][2] is None for p in parts)
+
+
+@pytest.mark.parametrize(
+    ("values", "fault"),
+    [
+        ([{"x": 1.0}, {"y": 1.0}], "rank 1 is given another structure"),
+        ([1.0, 5.0], "rank 1 is given 5.0, not 1.0"),
+        ([torch.zeros(()), 0.0], "rank 1 is given 0.0, not tensor"),
+    ],
+)
+def test_ranks_of_a_vmap_mesh_that_differ_in_what_is_no_tensor_are_refused(
+    values, fault
+):
+    ranks = PerRank(values)
+    with pytest.raises(ValueError, match=fault):
+        ff.spmd(lambda x: x, ff.make_mesh({"data": 2}, "vmap"))(ranks)

@@ -18,8 +18,8 @@ def loss_fn(params: Params, batch: Tensor) -> Tensor:
     return layer(params, batch).mean()
 
 
-def accuracy(params: Params, batch: Tensor) -> float:
-    return layer(params, batch).mean().item()
+def metrics(params: Params, batch: Tensor) -> dict[str, Tensor]:
+    return {"loss": layer(params, batch).mean()}
 
 
 params: Params = {"w": torch.ones(2, 2)}
@@ -38,8 +38,8 @@ ff.search(
 )
 ff.make_mesh({"data": 2}, "threads")  # reportArgumentType
 ff.psum(x, "data", to="sum")  # reportArgumentType
-# A loss that is no tensor.
-ff.value_and_grad(accuracy)  # reportArgumentType
+# A loss that returns no scalar.
+ff.value_and_grad(metrics)  # reportArgumentType
 # A transformed function called as the plain one may not be.
 ff.remat(ff.shard(grad_fn, mesh, "data"))(params)  # reportCallIssue
 # A parameter where the tree of them is wanted.

@@ -28,6 +28,10 @@ def loss_fn(params: Params, batch: Tensor) -> Tensor:
     return layer(params, batch).square().mean()
 
 
+def summed(params: Params, batch: Tensor):
+    return sum(layer(params, row).square().mean() for row in batch.split(1))
+
+
 def weighted(params: Params, batch: Tensor) -> tuple[ff.Weighted, ff.Summed[Tensor]]:
     rows = layer(params, batch).square().mean(1)
     return ff.Weighted(rows.sum(), len(rows)), ff.Summed((rows > 1).sum())
@@ -48,6 +52,9 @@ reveal_type(both)
 by_batch = ff.value_and_grad(loss_fn, argnums=1)
 reveal_type(by_batch)
 # (dict[str, Tensor], Tensor) -> tuple[Tensor, Tensor]
+by_rows = ff.value_and_grad(summed)
+reveal_type(by_rows)
+# (dict[str, Tensor], batch: Tensor) -> tuple[Tensor, dict[str, Tensor]]
 evaluate = ff.value(loss_fn)
 reveal_type(evaluate)
 # (params: dict[str, Tensor], batch: Tensor) -> Tensor

@@ -235,13 +235,26 @@ def run_vmapped(
     """Returns ``[fn(*args[r]) for each rank r]``, all ranks run at once.
 
     Leaves that are no tensors must be equal on every rank, in arguments and results.
+
+    Raises:
+        ValueError: the arguments of two ranks differ in structure, or in such a leaf.
     """
     leaves_by_rank: list[list[Leaf]] = []
     treedef: Any = None
-    for rank_args in args:
-        leaves, treedef = tree.flatten(tuple(rank_args))
+    for rank, rank_args in enumerate(args):
+        leaves, rank_treedef = tree.flatten(tuple(rank_args))
+        treedef = treedef or rank_treedef
+        # One function runs for all ranks: it would see one rank's tree in place of all.
+        if rank_treedef != treedef:
+            raise ValueError(_ODD_RANKS.format(rank, "another structure"))
         leaves_by_rank.append(leaves)
     columns = list(zip(*leaves_by_rank, strict=True))  # of a leaf, all ranks' values
+    for column in columns:
+        for rank, x in enumerate(column):
+            if isinstance(x, Tensor) != isinstance(column[0], Tensor) or not (
+                isinstance(x, Tensor) or x is column[0] or x == column[0]
+            ):
+                raise ValueError(_ODD_RANKS.format(rank, f"{x!r}, not {column[0]!r}"))
     batched = [
         i for i, c in enumerate(columns) if all(isinstance(x, Tensor) for x in c)
     ]
@@ -270,6 +283,12 @@ def run_vmapped(
         )
         for r in range(mesh.size)
     ]
+
+
+_ODD_RANKS = (
+    "a vmap mesh runs one function for all ranks, and rank {} is given {}: make tensors "
+    "of what differs, or take a simulated mesh"
+)
 
 
 def is_value_read(error: BaseException) -> bool:
