@@ -286,8 +286,8 @@ def run_vmapped(
 
 
 _ODD_RANKS = (
-    "a vmap mesh runs one function for all ranks, and rank {} is given {}: make tensors "
-    "of what differs, or take a simulated mesh"
+    "a vmap mesh runs one function for all ranks, and rank {} is given {}: make "
+    "tensors of what differs, or take a simulated mesh"
 )
 
 
