@@ -192,6 +192,7 @@ def value_and_grad(
         values, names = [*args, *keywords.values()], [*arguments(len(args)), *keywords]
         refuse("inference", "value_and_grad", values, *names)
         check_differentiable([args[i] for i in numbers], [names[i] for i in numbers])
+        # A whole unit has gathered every leaf: what it differentiates is a plain tensor.
         if f.path and not f.whole:
             check_gathered(f.path, [args[i] for i in numbers])
         # A gradient that differs along an axis over which the loss communicates is a
@@ -321,6 +322,7 @@ def differentiate(call: GradientCall) -> Outcome:
             "value_and_grad under torch.inference_mode(): autograd records nothing "
             "there, and all gradients would be zero; call it outside that mode"
         )
+    # The runner of a pipeline may run a loss by this function: then without itself.
     if call.runner is not None:
         return call.runner(call.replace(runner=None))
     if _torch.transforms_active():
@@ -335,11 +337,14 @@ def _first_order(call: GradientCall) -> Outcome:
     none are saved in the first place.
     """
     f, has_backward = frame(), bool(call.argnums)
+    # Observers see microbatches of the step. A gradient call within a loss is part of
+    # one, and an evaluation has no gradients.
     observers = [h for h in f.handlers if h.observes and has_backward and not f.in_loss]
     for observer in observers:
         observer.begins(call)
     leaves = Leaves(call.args, call.argnums, call.packed, call.parts)
     originals = leaves.tensors
+    # Inside a unit a derivative is this rank's own: `shard` takes no part in it.
     runtimes = () if f.path else f.runtimes
     for _, runtime in runtimes:
         runtime.begin_forward()
@@ -351,6 +356,7 @@ def _first_order(call: GradientCall) -> Outcome:
         with inside(f.replace(counter=Counter(), in_loss=f.in_loss + 1)):
             out = call.fn(*leaves.args(primals), **call.keywords)
         total, weight, aux = loss_parts(out, call.has_aux)
+        # Where no unit took the token there is no backward to order.
         tied = total
         if token is not None and token.latest is not token.start:
             tied: Any = Tie.apply(total, token.latest)
@@ -359,6 +365,8 @@ def _first_order(call: GradientCall) -> Outcome:
     parts = list(leaves.parts.values())
     inputs = [*primals, *parts, *([] if token is None else [token.start])]
     gradients: Sequence[Tensor | None] = [None] * len(inputs)
+    # `torch.autograd.grad` raises where there are no inputs, or no graph. A loss that
+    # reads no parameter has gradients of zero: `Leaves.grads` makes them.
     if not inputs or not tied.requires_grad:
         pass
     elif f.tracer is not None and f.tracer.forward_only:
@@ -440,7 +448,8 @@ def any_requires_grad(values: PyTree) -> bool:
     """Returns whether a tensor among ``values`` requires grad."""
     for x in tree.leaves(values, is_leaf=is_sharded):
         if is_sharded(x):
-            # The part of a packed leaf is a view, made when it is first read.
+            # A part that was never read does not exist, and needs not be made: the
+            # buffer has no history, else its views had been made at once.
             if x.packed is not None and x.parts is None and x._part is None:
                 continue
             x = x.local
@@ -478,7 +487,7 @@ def _by_vjp(call: GradientCall) -> Outcome:
             )
             cotangent = call.initial_cotangent(total)
             gradients = pullback(cotangent, retain_graph=True, create_graph=True)
-        else:  # torch.func.vjp wants something to differentiate
+        else:  # an evaluation, which needs no level of torch.func
             total, aux_tensors = tensors_of_loss()
     remaining_tensors = iter(aux_tensors)
     treedef, flat = template
