@@ -417,6 +417,7 @@ def _differentiable(call: GradientCall) -> Outcome:
     ]
     f = frame()
     f = f.replace(counter=Counter(), in_loss=f.in_loss + 1, create_graph=True)
+    # A pass of its own: the token of an enclosing call orders the units of that one.
     with run_as(Running()), inside(f):
         out = call.fn(*leaves.args(primals), **call.keywords)
         total, weight, aux = loss_parts(out, call.has_aux)
@@ -439,6 +440,7 @@ def _differentiable(call: GradientCall) -> Outcome:
                 allow_unused=True,
             )
     grads, scale = leaves.grads(gradients), call.cotangent
+    # Else the result would keep all saved tensors alive, for nobody.
     if not create_graph:
         total, aux = total.detach(), _detach(aux)
     return Outcome(total, weight, grads, aux, scale=scale)
