@@ -192,7 +192,7 @@ def value_and_grad(
         values, names = [*args, *keywords.values()], [*arguments(len(args)), *keywords]
         refuse("inference", "value_and_grad", values, *names)
         check_differentiable([args[i] for i in numbers], [names[i] for i in numbers])
-        # A whole unit has gathered every leaf: what it differentiates is a plain tensor.
+        # A whole unit has gathered all leaves, and differentiates plain tensors.
         if f.path and not f.whole:
             check_gathered(f.path, [args[i] for i in numbers])
         # A gradient that differs along an axis over which the loss communicates is a

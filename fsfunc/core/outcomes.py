@@ -288,8 +288,8 @@ class Leaves:
         self.leaves: list[Leaf]
         self.treedef: tree.TreeDef
         self.leaves, self.treedef = tree.flatten(chosen, is_leaf=is_sharded)
-        # An object that is no registered node may hide tensors, whose gradients would be
-        # lost: `shown` raises then. The first question is asked by class, and cheap.
+        # An object that is no registered node may hide tensors, whose gradients would
+        # be lost: then `shown` raises. The first question is asked by class, and cheap.
         if not tree.are_shown(self.leaves):
             names = [f"argument {i}" for i in argnums]
             tree.shown(chosen, "value_and_grad", "is given", names, is_sharded)

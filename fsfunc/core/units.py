@@ -242,7 +242,7 @@ class Unit:
             roots = tree.shown(out, self, "returns")
             roots = [x for x in roots if isinstance(x, Tensor) and x.requires_grad]
             todo = [("", x.grad_fn, x.output_nr) for x in roots if x.grad_fn]
-            # Nothing tells whether an autograd leaf was captured, or made in the call by
+            # Nothing tells whether an autograd leaf was captured or made in the call by
             # `requires_grad_()`, as its node has no number: both are refused.
             for x in roots:
                 if x.grad_fn is None and id(x) not in leaves:

@@ -85,7 +85,7 @@ def check_integer(value: Any, name: str, least: int | None = None) -> None:
     Raises:
         TypeError, ValueError: names the option and what is given.
     """
-    # By `index`, which takes numpy's integers too, and tensors of one.
+    # By `index`, which takes numpy's integers too, and tensors of one element.
     try:
         value = operator.index(value)
     except TypeError:
@@ -125,7 +125,7 @@ def refuse(kinds: str, who: str, values: PyTree, *parts: str) -> None:
     if all(map(is_sharded, leaves)):
         return
     plain = [(i, x) for i, x in enumerate(leaves) if not is_sharded(x)]
-    # A donated leaf raises when it is asked for its kind. It is refused elsewhere, where
+    # A donated leaf raises when it is asked for its kind. It is refused elsewhere, and
     # the error says why it is gone.
     with _torch.as_plain_tensors():
         refused = [

@@ -138,9 +138,9 @@ def lay_returned(
     paths = tree.paths_of(state) if plain and rank_local else ()
     placements = {}
     for i in plain:
-        # A step returns new tensors, without a layout: that of the leaf at this place of
-        # the state that was given holds on. The rank's own stays so; a replicated leaf
-        # may have become the rank's own.
+        # A step returns new tensors, which have no layout: that of the leaf that was
+        # given at this place comes first. What was the rank's own stays so; what was
+        # replicated may have become the rank's own.
         placement = (
             placement_of(leaves_before[i - start]) if state == state_before else None
         )
