@@ -317,6 +317,7 @@ def run_interpreted(call: GradientCall, f: Frame) -> Outcome:
 
 def differentiate(call: GradientCall) -> Outcome:
     """Runs a gradient call: the innermost of all interpretations."""
+    # Evaluations, which have no `argnums`, may run there.
     if call.argnums and torch.is_inference_mode_enabled():
         raise RuntimeError(
             "value_and_grad under torch.inference_mode(): autograd records nothing "
@@ -373,6 +374,7 @@ def _first_order(call: GradientCall) -> Outcome:
         gradients = [torch.empty_like(x) for x in inputs]
         f.tracer.on_placeholders(originals, gradients, aux)
     else:
+        # Recordings check the derivatives that users take by torch; this one is ours.
         with internal():
             cotangent = call.initial_cotangent(tied)
             gradients = torch.autograd.grad(tied, inputs, cotangent, allow_unused=True)
@@ -429,6 +431,8 @@ def _differentiable(call: GradientCall) -> Outcome:
         create_graph = create_graph or _torch.reaches_leaves(
             total, {x.grad_fn for x in primals}
         )
+    # None stays for a zero. As in `_first_order`, torch would raise, and recordings are
+    # told that the user takes no derivative here.
     if primals and total.requires_grad:
         with internal():
             gradients = torch.autograd.grad(

@@ -362,6 +362,7 @@ class Call:
             phase = "recompute" if current_pass.recompute else "forward"
             with inside(inner, is_user_code=f.tracer is None), label(self.name, phase):
                 casts = f.casts
+                # `inside` has entered the user's code; casts are the library's.
                 if casts is not None:
                     with internal():
                         arguments = params, inputs, keywords

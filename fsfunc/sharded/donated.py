@@ -82,6 +82,7 @@ class Donation:
 
     def add_made(self) -> None:
         """Adds the tensors that leaves have made by now."""
+        # `add` puts those back that have made none yet.
         if self.uncounted:
             leaves, self.uncounted = self.uncounted, []
             self.add(leaves)

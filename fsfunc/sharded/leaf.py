@@ -109,7 +109,8 @@ class Sharded:
         if self.parts is None and _torch.only_autograd_sees(flat):
             self._part = flat[start:stop]
             return
-        # Of a fake `flat` its mode must see the view, or nothing could make it.
+        # torch refuses to write with grad on into a view that was made with grad off. A
+        # plan's modes do see a fake `flat`, and would make a fake view of a real one.
         with torch.enable_grad(), _torch.beneath_functorch():
             with _torch.beneath_modes(flat):
                 part = flat[start:stop]

@@ -303,6 +303,7 @@ def as_packed_trees(*trees: PyTree) -> list[PackedTree]:
     """Returns trees of one structure as `PackedTree`s of the same groups of leaves."""
     flats = [tree.flatten(t, is_leaf=is_sharded) for t in trees]
     for t, (_, treedef) in zip(trees[1:], flats[1:], strict=True):
+        # Two structures can be compared fast; this says where they differ.
         if treedef != flats[0][1]:
             tree.check_same_structure(trees[0], t)
     # Leaves are one group only where all trees have them in one buffer: else the

@@ -49,7 +49,7 @@ def placement_of(x: Leaf) -> Whole | Own | None:
     if not isinstance(x, Tensor):
         return None
     x = _torch.unwrapped(x)
-    with _torch.as_plain_tensors():
+    with _torch.as_plain_tensors():  # of a donated leaf too, which else would raise
         placements = _LAID.get(x)
         return placements.get(_range(x)) if placements else None
 
