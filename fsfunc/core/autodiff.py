@@ -431,7 +431,7 @@ def _differentiable(call: GradientCall) -> Outcome:
         create_graph = create_graph or _torch.reaches_leaves(
             total, {x.grad_fn for x in primals}
         )
-    # None stays for a zero. As in `_first_order`, torch would raise, and recordings are
+    # None stands for a zero. As in `_first_order`, torch would raise, and recordings are
     # told that the user takes no derivative here.
     if primals and total.requires_grad:
         with internal():
@@ -454,8 +454,8 @@ def any_requires_grad(values: PyTree) -> bool:
     """Returns whether a tensor among ``values`` requires grad."""
     for x in tree.leaves(values, is_leaf=is_sharded):
         if is_sharded(x):
-            # A part that was never read does not exist, and needs not be made: the
-            # buffer has no history, else its views had been made at once.
+            # A part that was never read needs not be made for this: of a buffer that has
+            # a history, all parts are made with their leaves.
             if x.packed is not None and x.parts is None and x._part is None:
                 continue
             x = x.local

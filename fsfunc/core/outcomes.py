@@ -184,7 +184,7 @@ class Outcome(Replaced):
                 written in place.
         """
         outcome = self.replace(writable=None) if is_reused else self
-        # `with_grads`: what was written over once may be so again.
+        # By `with_grads`: finished sums may be divided in place where these might.
         for finish in outcome.after_sum:
             outcome = outcome.with_grads(finish(outcome.grads)).replace(after_sum=())
         after_mean, count, scale = outcome.after_mean, outcome.count, outcome.scale

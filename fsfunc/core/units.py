@@ -112,9 +112,9 @@ class Unit:
         refuse_compiled(self)
         f = frame()
         call = Call(self, f, f.counter.next())
-        # A unit may be called with no transform around it. Then the error leaves the
-        # library here, without its frames; inside another public function of it
-        # `leave_out` does nothing.
+        # A unit may be called with no transform around it: then an error leaves the
+        # library here, and loses its frames. Inside another public function of the
+        # library `leave_out` does nothing.
         try:
             return call.run(params, *inputs, **keywords)
         except BaseException as error:
@@ -192,8 +192,8 @@ class Unit:
     ) -> None:
         """Raises, and names the argument that ``x`` lies in.
 
-        It returns if `_lies_in` finds none, as of a tensor without elements, of which
-        nothing was changed.
+        It returns if `_lies_in` finds none: ``x`` has no elements, or begins outside of
+        every leaf's range.
         """
         names = ("params", *[f"input {i}" for i in range(len(inputs))], *keywords)
         values = (params, *inputs, *keywords.values())
