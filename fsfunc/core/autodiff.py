@@ -431,8 +431,8 @@ def _differentiable(call: GradientCall) -> Outcome:
         create_graph = create_graph or _torch.reaches_leaves(
             total, {x.grad_fn for x in primals}
         )
-    # None stands for a zero. As in `_first_order`, torch would raise, and recordings are
-    # told that the user takes no derivative here.
+    # None stands for a zero. As in `_first_order`, torch would raise; and recordings are
+    # told that no user takes this derivative.
     if primals and total.requires_grad:
         with internal():
             gradients = torch.autograd.grad(
@@ -454,8 +454,8 @@ def any_requires_grad(values: PyTree) -> bool:
     """Returns whether a tensor among ``values`` requires grad."""
     for x in tree.leaves(values, is_leaf=is_sharded):
         if is_sharded(x):
-            # A part that was never read needs not be made for this: of a buffer that has
-            # a history, all parts are made with their leaves.
+            # A part that was never read needs not be made for this: where a buffer has
+            # a history, its parts are made with their leaves.
             if x.packed is not None and x.parts is None and x._part is None:
                 continue
             x = x.local
