@@ -431,8 +431,8 @@ def _differentiable(call: GradientCall) -> Outcome:
         create_graph = create_graph or _torch.reaches_leaves(
             total, {x.grad_fn for x in primals}
         )
-    # None stands for a zero. As in `_first_order`, torch would raise; and recordings are
-    # told that no user takes this derivative.
+    # None stands for a zero. As in `_first_order`, torch would raise there. Recordings
+    # are told that no user takes this derivative.
     if primals and total.requires_grad:
         with internal():
             gradients = torch.autograd.grad(
