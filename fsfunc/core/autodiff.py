@@ -200,6 +200,7 @@ def value_and_grad(
         values, names = [*args, *keywords.values()], [*arguments(len(args)), *keywords]
         refuse("inference", "value_and_grad", values, *names)
         check_differentiable([args[i] for i in numbers], [names[i] for i in numbers])
+        # A whole unit has gathered all leaves, and differentiates plain tensors.
         if f.path and not f.whole:
             check_gathered(f.path, [args[i] for i in numbers])
         # A gradient that differs along an axis over which the loss communicates is a
@@ -324,11 +325,13 @@ def run_interpreted(call: GradientCall, f: Frame) -> Outcome:
 
 def differentiate(call: GradientCall) -> Outcome:
     """Runs a gradient call: the innermost of all interpretations."""
+    # Evaluations, which have no `argnums`, may run there.
     if call.argnums and torch.is_inference_mode_enabled():
         raise RuntimeError(
             "value_and_grad under torch.inference_mode(): autograd records nothing "
             "there, and all gradients would be zero; call it outside that mode"
         )
+    # The runner of a pipeline may run a loss by this function: then without itself.
     if call.runner is not None:
         return call.runner(call.replace(runner=None))
     if _torch.transforms_active():
@@ -343,11 +346,14 @@ def _first_order(call: GradientCall) -> Outcome:
     none are saved in the first place.
     """
     f, has_backward = frame(), bool(call.argnums)
+    # Observers see microbatches of the step. A gradient call within a loss is part of
+    # one, and an evaluation has no gradients.
     observers = [h for h in f.handlers if h.observes and has_backward and not f.in_loss]
     for observer in observers:
         observer.begins(call)
     leaves = Leaves(call.args, call.argnums, call.packed, call.parts)
     originals = leaves.tensors
+    # Inside a unit a derivative is this rank's own: `shard` takes no part in it.
     runtimes = () if f.path else f.runtimes
     for _, runtime in runtimes:
         runtime.begin_forward()
@@ -359,6 +365,7 @@ def _first_order(call: GradientCall) -> Outcome:
         with inside(f.replace(counter=Counter(), in_loss=f.in_loss + 1)):
             out = call.fn(*leaves.args(primals), **call.keywords)
         total, weight, aux = loss_parts(out, call.has_aux)
+        # Where no unit took the token there is no backward to order.
         tied = total
         if token is not None and token.latest is not token.start:
             tied: Any = Tie.apply(total, token.latest)
@@ -367,12 +374,15 @@ def _first_order(call: GradientCall) -> Outcome:
     parts = list(leaves.parts.values())
     inputs = [*primals, *parts, *([] if token is None else [token.start])]
     gradients: Sequence[Tensor | None] = [None] * len(inputs)
+    # `torch.autograd.grad` raises where there are no inputs, or no graph. A loss that
+    # reads no parameter has gradients of zero: `Leaves.grads` makes them.
     if not inputs or not tied.requires_grad:
         pass
     elif f.tracer is not None and f.tracer.forward_only:
         gradients = [torch.empty_like(x) for x in inputs]
         f.tracer.on_placeholders(originals, gradients, aux)
     else:
+        # Recordings check the derivatives that users take by torch; this one is ours.
         with internal():
             cotangent = call.initial_cotangent(tied)
             gradients = torch.autograd.grad(tied, inputs, cotangent, allow_unused=True)
@@ -417,6 +427,7 @@ def _differentiable(call: GradientCall) -> Outcome:
     ]
     f = frame()
     f = f.replace(counter=Counter(), in_loss=f.in_loss + 1, create_graph=True)
+    # A pass of its own: the token of an enclosing call orders the units of that one.
     with run_as(Running()), inside(f):
         out = call.fn(*leaves.args(primals), **call.keywords)
         total, weight, aux = loss_parts(out, call.has_aux)
@@ -428,6 +439,8 @@ def _differentiable(call: GradientCall) -> Outcome:
         create_graph = create_graph or _torch.reaches_leaves(
             total, {x.grad_fn for x in primals}
         )
+    # None stands for a zero. As in `_first_order`, torch would raise there. Recordings
+    # are told that no user takes this derivative.
     if primals and total.requires_grad:
         with internal():
             gradients = torch.autograd.grad(
@@ -439,6 +452,7 @@ def _differentiable(call: GradientCall) -> Outcome:
                 allow_unused=True,
             )
     grads, scale = leaves.grads(gradients), call.cotangent
+    # Else the result would keep all saved tensors alive, for nobody.
     if not create_graph:
         total, aux = total.detach(), _detach(aux)
     return Outcome(total, weight, grads, aux, scale=scale)
@@ -448,7 +462,8 @@ def any_requires_grad(values: PyTree) -> bool:
     """Returns whether a tensor among ``values`` requires grad."""
     for x in tree.leaves(values, is_leaf=is_sharded):
         if is_sharded(x):
-            # The part of a packed leaf is a view, made when it is first read.
+            # A part that was never read needs not be made for this: where a buffer has
+            # a history, its parts are made with their leaves.
             if x.packed is not None and x.parts is None and x._part is None:
                 continue
             x = x.local
@@ -486,7 +501,7 @@ def _by_vjp(call: GradientCall) -> Outcome:
             )
             cotangent = call.initial_cotangent(total)
             gradients = pullback(cotangent, retain_graph=True, create_graph=True)
-        else:  # torch.func.vjp wants something to differentiate
+        else:  # an evaluation, which needs no level of torch.func
             total, aux_tensors = tensors_of_loss()
     remaining_tensors = iter(aux_tensors)
     treedef, flat = template

@@ -254,8 +254,8 @@ class Frame(Replaced):
         micro: (index, count) in each enclosing loop over microbatches, outermost first.
         rows: as ``micro``, in the order in which rows of the batch are cut, where that
             is another.
-        batch_places: (index, count) along each enclosing axis of ``shard``: which part
-            of the global batch this rank has.
+        batch_places: (index, count) along each axis of the enclosing ``shard`` and
+            local-update transforms: which part of the global batch this rank has.
         seed: the random number of the enclosing gradient call, if any.
         seed_depth: the number of units around the gradient call that drew ``seed``.
         drawing_units: the names of units that draw random numbers outside gradient
@@ -389,6 +389,7 @@ class inside:
         # another thread, which `asyncio.to_thread` gives the context of this one.
         self.one_thread = in_one_thread() if _torch.uses_device_threads() else None
         self.resets: list[tuple[ContextVar[Any], Token[Any]]] = [(_FRAME, token)]
+        # Else the rank is that which `spmd` has set, or none.
         if frame.here is not None:
             self.resets.append((HERE, HERE.set(frame.here)))
         if self.is_user_code:
@@ -442,6 +443,8 @@ class Transformed:
         self._f, self._called, self._shown, self._run = f, called, shown, run
 
     def __call__(self, /, *args: Any, **keywords: Any) -> Any:
+        # Users call it: where it is the outermost function of the library, errors leave
+        # here without the library's frames. So does `api_boundary`, for functions.
         try:
             return self._run(*args, **keywords)
         except BaseException as error:
@@ -513,6 +516,7 @@ def transformed(f: Callable[_P, _R], handler: Interpretation) -> Callable[_P, _R
             # Not `run`, which would then hold a reference to itself: what it closes
             # over, such as parameters, would live until a garbage collection.
             return outer.run_outermost(transformed(f, handler), args, keywords)
+        # A graph of a whole step can have some transforms alone, and refuses others.
         if outer.compiler is not None and outer.compiler.whole:
             outer.compiler.check_takes(handler)  # type: ignore[attr-defined]
         # A recording runs an interpretation of its own, which notes what this one does.

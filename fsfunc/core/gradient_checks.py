@@ -42,6 +42,7 @@ def check_differentiable(chosen: list[PyTree], names: list[str]) -> None:
     """
     refuse("array", "value_and_grad", chosen, *names)
     leaves = tree.leaves(chosen, is_leaf=is_sharded)
+    # A tree without tensors, as of a layer without parameters, has no gradient to lose.
     tensors = [x for x in leaves if isinstance(x, Tensor) or is_sharded(x)]
     if tensors and not any(map(differentiable, tensors)):
         raise TypeError(
@@ -57,6 +58,7 @@ def check_gathered(path: tuple[str, ...], chosen: Sequence[PyTree]) -> None:
     Raises:
         LawError: it would be the derivative of the ranks' mean, not this rank's own.
     """
+    # Units gather packed leaves alone: a block of a split one stays a block in all.
     for x in tree.leaves(chosen, is_leaf=is_sharded):
         if is_sharded(x) and x.layout.flat is not None:
             raise inside_unit(path, repr(x.name), "a unit")
@@ -68,6 +70,7 @@ def collective_axes() -> set[str] | None:
     # The ranks of a vmap mesh are rows of one call, whose values Python cannot read.
     if rank is None or not rank.link.moves_data or rank.mesh.backend == "vmap":
         return None
+    # Under torch.func gradients may be wrappers, whose values it cannot read either.
     return None if _torch.transforms_active() else set()
 
 
@@ -139,9 +142,10 @@ def _numbers(
         # split leaf beside it does.
         if not runtimes and path.partition("/")[0] not in split_arguments:
             continue
+        # `_local`, as `local` raises where a gradient is still to be reduced.
         if is_sharded(x) and set(x.layout.axes).isdisjoint(where.axis):
             g = None if g is None else g._local
-        elif not isinstance(x, Tensor):
+        elif not isinstance(x, Tensor):  # each rank has its own part of it
             continue
         elif runtimes and not any(r.ownership.is_replicated(x) for r in runtimes):
             continue
@@ -155,7 +159,9 @@ def norm_and_sum(x: Tensor) -> Tensor:
 
     The norm does not see a sign, and the sum does.
     """
-    with _torch.beneath_modes(x):  # as floats: a finite field has nothing near
+    # As floats, beneath the mode of a run in a finite field (`ff.prove`), which has no
+    # norms, and where no number is near another.
+    with _torch.beneath_modes(x):
         wide = to_strided(x).detach().resolve_conj()
         wide = (torch.view_as_real(wide) if x.is_complex() else wide).double()
         return torch.stack([torch.linalg.vector_norm(wide), wide.sum()])

@@ -74,6 +74,7 @@ def loss_parts(out: PyTree, has_aux: bool) -> LossParts:
     """
     aux = None
     if has_aux:
+        # A `Weighted` is a tuple of two as well: a loss that has no aux.
         if not isinstance(out, tuple) or len(out) != 2 or isinstance(out, Weighted):
             raise TypeError("has_aux=True: the loss must return (loss, aux)")
         out, aux = out
@@ -295,7 +296,8 @@ def _combine_leaves(x: Leaf, y: Leaf) -> Leaf:
         return x + y
     if isinstance(x, Tensor) and x.ndim:
         return torch.cat([x, y])
-    # A NaN differs from itself, and is no disagreement.
+    # A NaN differs from itself, and is no disagreement. In a recorded run numbers may
+    # report what the step compares (`Tracer.mark_numbers`), and this is no part of it.
     if frame().tracer is None and _are_numbers(x, y) and x == x and x != y:
         raise ValueError(
             f"the loss returns {x} beside its value in one microbatch, and {y} in "

@@ -167,6 +167,7 @@ class Outcome(Replaced):
                 "that was only recorded, before the first real one. Keep what lasts "
                 "between calls in a state, as that of ff.Optimizer(init, update)"
             )
+        # `finalize` divides by the same.
         divisor = self.scale * (self.count if self.weight is None else self.weight)
         if isinstance(divisor, Tensor) or divisor != 1:
             # A weight is float32 at least: without the cast, torch would promote a
@@ -183,6 +184,7 @@ class Outcome(Replaced):
                 written in place.
         """
         outcome = self.replace(writable=None) if is_reused else self
+        # By `with_grads`: finished sums may be divided in place where these might.
         for finish in outcome.after_sum:
             outcome = outcome.with_grads(finish(outcome.grads)).replace(after_sum=())
         after_mean, count, scale = outcome.after_mean, outcome.count, outcome.scale
@@ -196,6 +198,7 @@ class Outcome(Replaced):
             aux = divide_aux(outcome.aux, count)
             total = _divide(outcome.total, divisor, False)
             outcome = Outcome(total, None, grads, aux)
+        # By the local name: the outcome of a division has none.
         if after_mean is not None:
             outcome = outcome.replace(grads=after_mean(outcome.grads), after_mean=None)
         return outcome
@@ -212,8 +215,10 @@ def _divide_gradients(
     buffers = as_packed_tree(grads)
     tensors = [g for g in buffers.tensors if isinstance(g, Tensor)]
     wide = wide and any(g.dtype == torch.float16 for g in tensors)
+    # One kernel for all, in their own dtypes. A half dtype holds a number of
+    # microbatches, but maybe not a weight, such as a number of tokens: see `_divide`.
     if in_place and not wide and not isinstance(divisor, Tensor):
-        if tensors:
+        if tensors:  # torch refuses an empty list
             torch._foreach_div_(tensors, divisor)
         return grads
     return buffers.rebuild(
@@ -283,6 +288,8 @@ class Leaves:
         self.leaves: list[Leaf]
         self.treedef: tree.TreeDef
         self.leaves, self.treedef = tree.flatten(chosen, is_leaf=is_sharded)
+        # An object that is no registered node may hide tensors, whose gradients would
+        # be lost: then `shown` raises. The first question is asked by class, and cheap.
         if not tree.are_shown(self.leaves):
             names = [f"argument {i}" for i in argnums]
             tree.shown(chosen, "value_and_grad", "is given", names, is_sharded)
@@ -292,6 +299,8 @@ class Leaves:
         self.tensors: list[Tensor] = []
         for i, x in enumerate(self.leaves):
             if is_sharded(x):
+                # Autograd is not to differentiate by these: the backward of each unit
+                # hands their gradients to `shard`.
                 if packed and id(x.packed) in packed:
                     self.packed_positions.append(i)
                     continue

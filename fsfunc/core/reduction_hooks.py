@@ -135,6 +135,7 @@ class Observed:
         for call in calls:
             if call.summed_by_runtime:
                 key = id(call.shard), call.micro
+                # Its part would be missing in the sum that observers have seen.
                 if key in self.shown:
                     raise RuntimeError(f"{call.name}: its gradient was observed before")
                 self.pending[key] = self.pending.get(key, (0, None))[0] + 1, None

@@ -354,12 +354,13 @@ def signature(leaves: Sequence[Leaf], treedef: tree.TreeDef) -> Signature:
 
     Its first item is a key for batches of any shape. `mark_checked` with that item
     alone marks calls of all shapes. It has the structure, the truth values, the kinds
-    of leaves that are no numbers, and the tensors that are split or have no values.
+    of leaves that are no numbers, and the tensors that are not replicated or have no
+    values.
     """
     kinds: list[Any] = list(map(_kind, filter(is_sharded, leaves)))
     marks: list[Any] = []
     for i, x in enumerate(leaves):
-        if type(x) is Sharded:
+        if type(x) is Sharded:  # most leaves are: their kinds were taken above, in C
             continue
         if isinstance(x, Tensor):
             placement = placement_of(x)

@@ -112,6 +112,9 @@ class Unit:
         refuse_compiled(self)
         f = frame()
         call = Call(self, f, f.counter.next())
+        # A unit may be called with no transform around it: then an error leaves the
+        # library here, and loses its frames. Inside another public function of the
+        # library `leave_out` does nothing.
         try:
             return call.run(params, *inputs, **keywords)
         except BaseException as error:
@@ -133,7 +136,8 @@ class Unit:
         arguments = tree.shown(
             (params, inputs, keywords), self, "is given", _PARTS, is_sharded
         )
-        # Not the parts of sharded leaves: gathers for inner units write beside them.
+        # The parts of sharded leaves are not watched: a gather for a unit within may
+        # write beside them, into the same storage (`FlatShard.whole`).
         watched, kinds, is_untracked = [], [], False
         for x in arguments:
             if isinstance(x, Tensor):
@@ -142,6 +146,7 @@ class Unit:
                 is_untracked = is_untracked or x.is_inference()
             elif is_sharded(x):
                 kinds.append((x.layout.shape, x.layout.dtype))
+                # Of a packed leaf not `x.local`, which would make the part.
                 part = x.local if x.packed is None else x.packed.flat
                 is_untracked = is_untracked or part.is_inference()
             elif isinstance(x, bool | str):  # which may choose a branch
@@ -149,18 +154,22 @@ class Unit:
         # An inference tensor has no version counter, and no graph leads to it.
         watched = [] if is_untracked else watched
         versions, key = list(map(_VERSION, watched)), tuple(kinds)
-        # The check for captures turns grad on. In a unit within one that turned it off,
-        # a first run under `remat` would so save more than its second one.
+        # The check for captures turns grad on. Where a unit turned it off around this
+        # one, `remat` would refuse the outer unit: its first run would be checked, and
+        # save more tensors than its second.
         grad_is_off = not torch.is_grad_enabled() and len(frame().path) > 1
         checked = self._checked_kinds
+        # Nothing is checked under torch.func either: its wrappers have no storage to
+        # watch, and the graph is that of the innermost level, where captures of tensors
+        # of the other levels do not show.
         if is_untracked or grad_is_off or key in checked or _torch.functorch_active():
             out = fn(params, *inputs, **keywords)
         elif (is_recorded := recording()) and (is_recorded, key) in checked:
             out = fn(params, *inputs, **keywords)
         else:
             raise_changed = functools.partial(self._changed, params, inputs, keywords)
-            # Without data nothing is written, and what records would see the mode. So
-            # would a compiler's guards, by which it compiled each call anew.
+            # Without data nothing is written, and a recording would see the mode. The
+            # guards of compiled code would see it too, and compile each call anew.
             is_compiled = frame().compiler or _torch.is_compiled_function(self.fn)
             watches = not (is_recorded or is_compiled)
             with (
@@ -181,7 +190,11 @@ class Unit:
     def _changed(
         self, params: PyTree, inputs: Args, keywords: Keywords, x: Tensor
     ) -> None:
-        """Raises, and names the argument that ``x`` lies in."""
+        """Raises, and names the argument that ``x`` lies in.
+
+        It returns if `_lies_in` finds none: ``x`` has no elements, or begins outside of
+        every leaf's range.
+        """
         names = ("params", *[f"input {i}" for i in range(len(inputs))], *keywords)
         values = (params, *inputs, *keywords.values())
         for name, value in zip(names, values, strict=True):
@@ -212,13 +225,16 @@ class Unit:
             tensors: the tensors among the arguments.
         """
         was_enabled = torch.is_grad_enabled()
+        # Transforms thread a token through unit calls, to order their backwards: an
+        # input too, though not among the arguments.
         token = running().token
         sources = tensors if token is None else [*tensors, token.latest]
         # By edge, not by node: of ``a, b = x.unbind()`` one may be an input, and the
         # other captured.
         visited = {(x.grad_fn, x.output_nr) for x in sources if x.grad_fn is not None}
         leaves = {id(x) for x in sources}
-        # inference_mode turns autograd's threads on, of which each numbers its nodes.
+        # There must be a graph, whatever mode the caller is in. `inference_mode` turns
+        # autograd's threads on again, and each of them numbers nodes of its own.
         with torch.inference_mode(False), in_one_thread(), torch.enable_grad():
             # Nodes are numbered as they are made: one below this was there before.
             start = _torch.next_sequence_number()
@@ -226,6 +242,8 @@ class Unit:
             roots = tree.shown(out, self, "returns")
             roots = [x for x in roots if isinstance(x, Tensor) and x.requires_grad]
             todo = [("", x.grad_fn, x.output_nr) for x in roots if x.grad_fn]
+            # Nothing tells whether an autograd leaf was captured or made in the call by
+            # `requires_grad_()`, as its node has no number: both are refused.
             for x in roots:
                 if x.grad_fn is None and id(x) not in leaves:
                     self._captured("", tuple(x.shape))
@@ -245,6 +263,7 @@ class Unit:
                 if not is_marked_input(node):
                     edges = [(n, i) for n, i in node.next_functions if n]
                     todo += [(node.name(), n, i) for n, i in edges]
+        # The caller had turned grad off, and must get no graph of it.
         if not was_enabled:
             out = tree.map(lambda x: x.detach() if isinstance(x, Tensor) else x, out)
         return out
@@ -261,12 +280,17 @@ class Unit:
 
 
 def _lies_in(x: Tensor, leaf: Leaf) -> bool:
-    """Returns whether ``x`` lies in a leaf's memory, as far as its first byte shows."""
+    """Returns whether ``x`` begins in a leaf's memory.
+
+    That of a strided leaf is taken to be ``leaf.nbytes`` from its first byte on.
+    """
     if not (isinstance(x, Tensor) and isinstance(leaf, Tensor)):
         return False
     x, leaf = _torch.unwrapped(x), _torch.unwrapped(leaf)
     if _torch.storage_key(x) != _torch.storage_key(leaf):
         return False
+    # A tensor of bytes may be another's whole storage, viewed so: it may begin before
+    # the leaf that it holds, and counts wherever it begins.
     start, first_byte = (t.storage_offset() * t.element_size() for t in (leaf, x))
     return x.element_size() == 1 or start <= first_byte < start + leaf.nbytes
 
@@ -296,6 +320,8 @@ class Call:
         run = self.body
         for handler in reversed(self.frame.handlers):
             run = handler.unit(run, self)
+        # Recordings treat operators of transforms as the library's, until `body` enters
+        # the user's function.
         with internal():
             return run(params, *inputs, **keywords)
 
@@ -314,7 +340,7 @@ class Call:
         failed = True
         try:
             if f.tracer is not None and not f.tracer.draws:
-                pass
+                pass  # fake tensors get no numbers, whatever the seed
             elif f.seed is not None:
                 # The seed is mixed from the gradient call, the unit call and the
                 # microbatch of the global batch: so a recompute draws the same, and so
@@ -328,6 +354,7 @@ class Call:
             elif f.batch_places and not f.path and _differs(f):
                 # Outside a gradient call the default generators are equal on all ranks,
                 # and the rows are not: so this call draws each rank's own numbers.
+                # Of a unit that is known to draw, the states need not be compared.
                 draws = self.unit.__name__ in f.drawing_units
                 index = row_major((*f.batch_places, *f.micro))
                 rank_draws = RankDraws(index, draws=draws)
@@ -335,6 +362,7 @@ class Call:
             phase = "recompute" if current_pass.recompute else "forward"
             with inside(inner, is_user_code=f.tracer is None), label(self.name, phase):
                 casts = f.casts
+                # `inside` has entered the user's code; casts are the library's.
                 if casts is not None:
                     with internal():
                         arguments = params, inputs, keywords
@@ -360,6 +388,8 @@ class Call:
             _note_unit(error, self.name)
             raise
         finally:
+            # The seeds are the unit's alone: the caller's generators go on as if it had
+            # drawn nothing, or, if it drew numbers of the rank's own, one.
             for g, state in states:
                 g.set_state(state)
             if rank_draws is not None:
@@ -370,6 +400,7 @@ class Call:
     ) -> tuple[PyTree, Args, Keywords]:
         """Returns the arguments, cast as ``precision`` says."""
         f, dtype = self.frame, casts.of(self.name)
+        # Only where gradients will be computed: an evaluation in float16 loses nothing.
         if dtype == torch.float16 and f.in_loss and torch.is_grad_enabled():
             if not any(handler.scales for handler in f.handlers):
                 warn(_UNSCALED)

@@ -72,6 +72,7 @@ class Donation:
         leaves = list(leaves)
         without_part = [x for x in leaves if type(x) is Sharded and x._part is None]
         self.uncounted += without_part
+        # The usual case: no tensor has to be counted, nor its storage looked up.
         if len(without_part) == len(leaves):
             return
         parts = [x._part if isinstance(x, Sharded) else x for x in leaves]
@@ -81,6 +82,7 @@ class Donation:
 
     def add_made(self) -> None:
         """Adds the tensors that leaves have made by now."""
+        # `add` puts those back that have made none yet.
         if self.uncounted:
             leaves, self.uncounted = self.uncounted, []
             self.add(leaves)

@@ -85,6 +85,7 @@ def check_integer(value: Any, name: str, least: int | None = None) -> None:
     Raises:
         TypeError, ValueError: names the option and what is given.
     """
+    # By `index`, which takes numpy's integers too, and tensors of one element.
     try:
         value = operator.index(value)
     except TypeError:
@@ -120,13 +121,17 @@ def refuse(kinds: str, who: str, values: PyTree, *parts: str) -> None:
     kinds = kinds.replace("array", "array dtensor")
     checks = [_KINDS[kind] for kind in kinds.split()]
     leaves = tree.leaves(values, is_leaf=is_sharded)
+    # The usual case: sharded leaves were checked when they were laid out.
     if all(map(is_sharded, leaves)):
         return
     plain = [(i, x) for i, x in enumerate(leaves) if not is_sharded(x)]
-    with _torch.as_plain_tensors():  # donated leaves are refused elsewhere
+    # A donated leaf raises when it is asked for its kind. It is refused elsewhere, and
+    # the error says why it is gone.
+    with _torch.as_plain_tensors():
         refused = [
             (i, text) for i, x in plain for is_kind, text in checks if is_kind(x)
         ]
+    # Only the first is named. Paths are made for an error alone, as they cost the most.
     for i, text in refused:
         path, where = tree.paths(values, is_leaf=is_sharded)[i], ""
         if parts:

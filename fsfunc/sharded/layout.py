@@ -131,7 +131,7 @@ class Layout:
         shape, strides, stride = self.unit_shape, [], 1
         for n in reversed(shape):
             strides.append(stride)
-            stride *= max(n, 1)
+            stride *= max(n, 1)  # as torch's strides of an empty tensor
         return shape, tuple(reversed(strides)), self.flat.offset if self.flat else 0
 
     @cached_property

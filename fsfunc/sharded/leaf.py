@@ -101,14 +101,16 @@ class Sharded:
     def _make(self) -> None:
         """Makes the part as it would have been when the leaf was made.
 
-        That is beneath the dispatch modes and functorch levels of whoever reads it
-        first.
+        The part stays with the leaf, and others read it. So the dispatch modes,
+        functorch levels and grad mode of the first reader must not show in it.
         """
         flat, start, stop = self._range  # type: ignore[misc]
         # The usual case: no mode, level or grad setting in force would change the view.
         if self.parts is None and _torch.only_autograd_sees(flat):
             self._part = flat[start:stop]
             return
+        # torch refuses to write with grad on into a view that was made with grad off. A
+        # plan's modes do see a fake `flat`, and would make a fake view of a real one.
         with torch.enable_grad(), _torch.beneath_functorch():
             with _torch.beneath_modes(flat):
                 part = flat[start:stop]
@@ -263,6 +265,7 @@ OPERATORS: Sequence[str] = (
     "le gt ge bool len iter contains getitem setitem float int index complex iadd isub "
     "imul itruediv"
 ).split()
+# Python looks for operators in the class, and does not ask `__getattr__`.
 for _name in OPERATORS:
     _refused = partialmethod(Sharded._refuse, f"cannot use __{_name}__")
     setattr(Sharded, f"__{_name}__", _refused)
@@ -292,6 +295,7 @@ class PendingGradient(Sharded):
         self.layout, self.why_unusable = layout, PENDING
 
 
+# Both are made again as `Sharded`: with a part, a gradient is no longer pending.
 for _kind in (Sharded, PendingGradient):
     tree.register_node(
         _kind,
@@ -431,6 +435,7 @@ class FlatShard:
         place = {a: (coordinates or self.coordinates)[a] for a in self.coordinates}
         spans = self._spans if place == self.coordinates else None
         new = FlatShard(self.members, convert(self.flat), place, whole, _spans=spans)
+        # A copy of a stale cache stays stale: it gathers where the original would.
         if self.whole is not None and self.is_cached(self.whole.dtype):
             new._version = new.version
         return new

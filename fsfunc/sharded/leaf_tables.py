@@ -42,7 +42,7 @@ def in_words(layout: Layout, owner: bool = True) -> str:
     for part in layout.parts:
         over = ",".join(f"{axis}={size}" for axis, size in part.axis_sizes)
         match part:
-            case Flat():
+            case Flat():  # a buffer that is cut over no axes, at zero=0, is whole
                 phrases.append(f"flat over {over}" if over else "whole")
             case Split(dim=dim):
                 phrases.append(f"split over {over} along dim {dim}")

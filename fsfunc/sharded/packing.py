@@ -119,6 +119,7 @@ def pack(leaves: Sequence[Sharded], coordinates: Mapping[str, int]) -> FlatShard
     chunk = local_chunk(members[0], buffer_coordinates)
     flat = space_of(first).zeros(first, (chunk,))
     packed = FlatShard(members, flat, buffer_coordinates)
+    # A copy has no history: `join_differentiably` is for leaves that have one.
     with torch.no_grad():
         for target, leaf in zip(packed.leaves(), leaves, strict=True):
             # `copy_` would repeat a part of one number.
@@ -250,7 +251,7 @@ class PackedTree:
                 old = leaves[positions[0]]
                 if not is_sharded(old):
                     leaves[positions[0]] = x
-                elif not isinstance(old, PendingGradient):
+                elif not isinstance(old, PendingGradient):  # that has no tensor
                     leaves[positions[0]] = old.with_local(x)
             else:
                 # A tensor that was written in place keeps its buffer.
@@ -287,7 +288,8 @@ def complete_shards(leaves: Sequence[Leaf]) -> list[tuple[list[int], FlatShard]]
         if not all(map(is_, layouts, packed.members)):  # the tree has another order
             position_of = dict(zip(map(id, layouts), positions, strict=True))
             positions = list(map(position_of.get, map(id, packed.members)))
-        if None not in positions:  # one leaf twice, and another not at all
+        # None is there if the tree has one leaf twice, and another not at all.
+        if None not in positions:
             complete.append((positions, packed))
     return complete
 
@@ -301,6 +303,7 @@ def as_packed_trees(*trees: PyTree) -> list[PackedTree]:
     """Returns trees of one structure as `PackedTree`s of the same groups of leaves."""
     flats = [tree.flatten(t, is_leaf=is_sharded) for t in trees]
     for t, (_, treedef) in zip(trees[1:], flats[1:], strict=True):
+        # Two structures can be compared fast; this says where they differ.
         if treedef != flats[0][1]:
             tree.check_same_structure(trees[0], t)
     # Leaves are one group only where all trees have them in one buffer: else the

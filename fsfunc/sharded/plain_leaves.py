@@ -32,7 +32,7 @@ _LAID = StorageTable[dict[_Range, Whole | Own]]()
 def lay_leaf(x: Tensor, placement: Whole | Own | None = WHOLE) -> None:
     """Sets the layout of a plain leaf; None removes it."""
     x = _torch.unwrapped(x)
-    if x.layout != torch.strided:
+    if x.layout != torch.strided:  # a sparse tensor has no range of a storage
         return
     with _torch.as_plain_tensors():  # a donated leaf too
         placements, leaf_range = _LAID.get(x), _range(x)
@@ -49,7 +49,7 @@ def placement_of(x: Leaf) -> Whole | Own | None:
     if not isinstance(x, Tensor):
         return None
     x = _torch.unwrapped(x)
-    with _torch.as_plain_tensors():
+    with _torch.as_plain_tensors():  # of a donated leaf too, which else would raise
         placements = _LAID.get(x)
         return placements.get(_range(x)) if placements else None
 
@@ -85,7 +85,10 @@ def lay_leaves(t: _Tree, rank_local: Mapping[str, Own] | None = None) -> _Tree:
 
 
 def copy_placements(new: _Tree, old: PyTree) -> _Tree:
-    """Gives the plain leaves of ``new`` the layouts of ``old``, and returns ``new``."""
+    """Gives the plain leaves of ``new`` the layouts of ``old``, and returns ``new``.
+
+    Of trees of two structures nothing says which leaf is which: they stay as they are.
+    """
     leaves, treedef = tree.flatten(new, is_leaf=is_sharded)
     old_leaves, old_treedef = tree.flatten(old, is_leaf=is_sharded)
     if treedef == old_treedef:
@@ -135,6 +138,9 @@ def lay_returned(
     paths = tree.paths_of(state) if plain and rank_local else ()
     placements = {}
     for i in plain:
+        # A step returns new tensors, which have no layout: that of the leaf that was
+        # given at this place comes first. What was the rank's own stays so; what was
+        # replicated may have become the rank's own.
         placement = (
             placement_of(leaves_before[i - start]) if state == state_before else None
         )
@@ -177,6 +183,7 @@ def check_laid_out(leaves: Sequence[Leaf], args: Sequence[PyTree]) -> None:
     plain = [i for i, x in enumerate(leaves) if isinstance(x, Tensor)]
     for i in plain:
         if placement_of(x := leaves[i]) is None:
+            # First: of a donated leaf another error says why it is gone.
             refuse_unusable(args[0])
             path = tree.paths(args[0], is_leaf=is_sharded)[i]
             leaf = describe_tensor(x.shape, x.dtype, repr(path) if path else "")

@@ -115,6 +115,7 @@ def write(full: Tensor, region: Region, row: Tensor) -> None:
         row: a 1-D tensor that begins with the part, such as a row of a gather.
     """
     box, start, stop = region
+    # A rank without a block has an empty range: nothing is copied then.
     for piece in _cover(_narrow(full, box or ()), start, stop):
         piece.copy_(row[: piece.numel()].view(piece.shape))
         row = row[piece.numel() :]
@@ -141,6 +142,7 @@ def _by_key(parts: Locals, layout: Layout) -> dict[Key, Tensor]:
 
 
 def _narrow(full: Tensor, box: Ranges) -> Tensor:
+    # A dim that is whole is not cut, so that `full` itself is the part of a whole one.
     for dim, (start, length) in enumerate(box):
         if length < full.shape[dim]:
             full = full.narrow(dim, start, length)

@@ -71,10 +71,11 @@ def spend(leaf: Leaf, why: str) -> None:
 def spend_all(leaves: Iterable[Leaf], why: str) -> None:
     """Marks each of ``leaves`` as given away, as `spend` does, and faster."""
     classes = {kind: _spent_class(kind, why) for kind in (Tensor, Parameter)}
+    # By class, for the usual kinds: a donated step marks all leaves of its state.
     for leaf in leaves:
         if (kind := type(leaf)) in classes:
             leaf.__class__ = classes[kind]
-        elif kind is Sharded and leaf._part is None:
+        elif kind is Sharded and leaf._part is None:  # there is no tensor to mark
             leaf.why_unusable = why
         else:
             spend(leaf, why)
