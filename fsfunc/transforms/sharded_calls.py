@@ -111,12 +111,15 @@ class Sharding(Interpretation):
         this_rank, tracer = entered.here or here(self.mesh), entered.tracer
         coordinates = this_rank.mesh.coordinates(this_rank.rank)
         with inside(entered):
-            # A user's own `tree.map` over a state leaves parts that lie in no buffer.
+            # A user's own `tree.map` over a state leaves parts that lie in no buffer: a
+            # runtime gathers and sums whole buffers.
             if repack_leaves(leaves, coordinates):
                 args, keywords = tree.unflatten(treedef, leaves)
             ownership = Ownership(state, leaves)
             runtime = self._make_runtime(leaves, this_rank.rank, ownership)
             where = partial(get_group, self.axes, this_rank)
+            # A tracer's run is not differentiated from outside: its leaves stay those
+            # that it knows.
             if tracer is not None:
                 args, keywords = tracer.mark_numbers((args, keywords))
             elif enter_tracked(leaves, ownership, where):
@@ -127,7 +130,8 @@ class Sharding(Interpretation):
                 with inside(entered.replace(runtimes=runtimes)), context:
                     out = f(*args, **keywords)
             except BaseException:
-                # Whoever catches it may write parameters on the host.
+                # Whoever catches the error may write offloaded parameters on the host,
+                # which copies to the GPU may still read.
                 wait_for_copies(failed=True)
                 raise
             runtime.gathers.close()
@@ -165,6 +169,8 @@ class Sharding(Interpretation):
             state: the leaves of the first argument, which must have layouts.
         """
         outer = frame()
+        # Both would take the mean of a gradient over the axis: it would be divided by
+        # the number of ranks twice.
         for other in outer.handlers:
             taken = set(getattr(other, "axes", ())) & set(self.axes)
             if taken:
