@@ -189,13 +189,13 @@ class _FetchAhead(Handle):
         self.stream = host_copies.GPU.current_stream(full)
 
     def wait(self) -> Tensor:
-        # Only the stream that reads it waits; Python goes on.
+        # Only the stream that reads the buffer waits; Python goes on.
         host_copies.wait_for_ahead(self.full, self.end)
         self.awaited = True
         return self.full
 
     def __del__(self) -> None:
-        # An error came before the wait: without one the allocator could hand out the
+        # An error came before `wait`. Without waiting the allocator could hand out the
         # memory while the copy still writes to it.
         if not self.awaited:
             host_copies.wait_for_ahead(self.full, self.end, self.stream)
@@ -266,7 +266,7 @@ class Gathers:
         """Waits for gathers in flight and for copies, and drops every buffer."""
         self.drop(self.live_calls)
         self.live_calls = []
-        # Also those that no unit has read: their memory is written until they end.
+        # Also gathers that no unit has read: until they end they write their memory.
         for call, handle, _ in self.in_flight.values():
             handle.wait()
             self.drop([call])
@@ -283,7 +283,8 @@ class Gathers:
         """
         for call in calls:
             full, call.full = call.full, None
-            # Under the tests' poison a read of a dropped buffer yields NaN.
+            # With the tests' poison a read of a dropped buffer yields NaN. One that
+            # neighbouring units share lives on while any of their calls has it.
             if self.pool.poison and call.lifetime is not Lifetime.STATE:
                 users = (*self.live_calls, *(sharing or ()))
                 if full is not None and not any(full is c.full for c in users):
@@ -291,6 +292,8 @@ class Gathers:
 
     def local_whole(self, shard: FlatShard, dtype: torch.dtype) -> Tensor | None:
         """Returns the whole buffer if this rank has it without a gather."""
+        # Split over no axis, the range is the whole; in a store, or of another dtype,
+        # it must be copied, which `start_gather` does.
         if shard.place.size == 1 and shard.flat.dtype == dtype:
             if not (self.offloads and shard.space.offloaded):
                 return shard.flat.detach()
@@ -322,7 +325,7 @@ class Gathers:
         where: Any = self.groups[shard.split_axes].where
         message, full, source = self.message, shard.whole, None
         if self.is_inexact and message.encodes(shard.flat.dtype):
-            # What arrives are codes: they do not go into the state's whole buffer.
+            # What arrives is encoded: it does not go into the state's whole buffer.
             source, full = self._encode_range(shard, dtype), None
         elif self.is_inexact:  # integers and complex numbers are sent as they are
             message = _PLAIN
@@ -368,13 +371,14 @@ class Gathers:
         flat = shard.flat.detach()
         if not self.offloads or not (home := shard.space).offloaded:
             return flat if flat.dtype == dtype else flat.to(dtype)
+        # A whole buffer of another dtype (parameters that are cast) cannot take it.
         if full is None or full.dtype != dtype:
             full = self.pool.get(len(flat), dtype, home.on_device(flat))
             count_as("gathered", [full], shard.buffer)
         elif where is not None:
             full = full.tensor_split(where.size)[where.index]
-        # No wait: the store is written next by an update, which waits for its copies,
-        # or after `close`, which waits for all.
+        # Python does not wait: the store is written next by an update, which waits for
+        # its copies, or after `close`, which waits for all.
         return home.fetch(flat, dtype, full, waits=False)
 
     def _fetch_ahead(
@@ -412,7 +416,9 @@ class Gathers:
             full = message.decode(full, dtype, count)
             check_decoded(message, full, count * shard.place.size, dtype)
             count_as("gathered", [full], shard.buffer)
-        if self.zero in (1, 2):  # stays with the state, until the rank's range changes
+        # Parameters are whole at zero 1 and 2: this stays with the state until the
+        # rank's range is written.
+        if self.zero in (1, 2):
             shard.cache_gathered(full)
         return full
 
@@ -434,7 +440,8 @@ class Gathers:
         if in_state:
             call.lifetime = Lifetime.STATE
         elif call.lifetime is Lifetime.STATE:
-            # A recompute, after the state was written: this gather is the call's own.
+            # A recompute after the state was written: what it gathers belongs to the
+            # call alone.
             call.lifetime = Lifetime.CALL
 
     def gather(self, shard: FlatShard, dtype: torch.dtype) -> Tensor:
@@ -445,7 +452,8 @@ class Gathers:
             handle.wait()
             if call.full is not None and call.is_of(shard, dtype):
                 return self.decode(shard, call.full, dtype)
-            # Another tree's buffer of this name, another dtype, or older values.
+            # `prefetch_next` guessed wrong: this is another tree's buffer of the name,
+            # or in another dtype, or has older values.
             self.drop([call])
         full, handle = self.start_gather(shard, dtype)
         handle.wait()
@@ -472,12 +480,16 @@ class Gathers:
             return
         # One rank gathers from nobody. A copy from its host may run beside what the GPU
         # computes; but in the backward the device has no room for an offloaded buffer
-        # beside those of a unit and its gradients, so there it is only read ahead.
+        # beside those of a unit and its gradients. There a mapped file is read ahead
+        # into the host's memory.
         alone = self.axis_size == 1 and shard.place.size == 1
         overlaps = alone and not backward and shard.space.comes_beside(shard.flat)
         if not overlaps and (self.axis_size == 1 or backward and self.offloads):
             shard.space.read_ahead(shard.flat)
             return
+        # The next unit takes over a buffer that it shares with one of `calls`. Each of
+        # these is asked by its own dtype, as `dtype` may be a wrong guess: the buffer
+        # would be gathered for nothing.
         if not (shard.is_shared and any(c.is_of(shard, c.dtype) for c in calls)):
             dtypes = BufferDtypes(dtype, dtype)
             call = GatheredCall("", (), (), shard, [], dtypes)
@@ -500,7 +512,8 @@ class Gathers:
         # not known. A prefetch that no unit reads is dropped: it costs time alone.
         if index + 1 >= len(order) or order[index] != tuple(map(_BUFFER, shards)):
             return
-        # The next unit most likely reads the same one of several equal trees.
+        # Names are recorded, not trees: of several trees of one layout (parameters and
+        # their average) the next unit most likely reads the one that this unit reads.
         for shard in shards:
             for i, other in enumerate(self.by_name.get(shard.buffer, ())):
                 self.tree_index = i if other is shard else self.tree_index

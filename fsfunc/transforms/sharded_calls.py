@@ -118,8 +118,6 @@ class Sharding(Interpretation):
             ownership = Ownership(state, leaves)
             runtime = self._make_runtime(leaves, this_rank.rank, ownership)
             where = partial(get_group, self.axes, this_rank)
-            # A tracer's run is not differentiated from outside: its leaves stay those
-            # that it knows.
             if tracer is not None:
                 args, keywords = tracer.mark_numbers((args, keywords))
             elif enter_tracked(leaves, ownership, where):
@@ -169,8 +167,7 @@ class Sharding(Interpretation):
             state: the leaves of the first argument, which must have layouts.
         """
         outer = frame()
-        # Both would take the mean of a gradient over the axis: it would be divided by
-        # the number of ranks twice.
+        # Leaves are split, and gradients averaged, along an axis once.
         for other in outer.handlers:
             taken = set(getattr(other, "axes", ())) & set(self.axes)
             if taken:
@@ -212,6 +209,7 @@ class Sharding(Interpretation):
             try:
                 key = signature(*flat)
             except RuntimeError:
+                # A donated leaf refuses to tell its shape: named here by its path.
                 for argument in (*args, keywords):
                     refuse_unusable(argument)
                 raise
@@ -222,14 +220,14 @@ class Sharding(Interpretation):
             refuse("array meta", "a sharded function", args[1:], *names)
         if on_vmap:
             return
-        # Within a run without data its tracer hears of the call, and checks it there.
+        # A call within a run without data is checked by the tracer of that run.
         if tracer is not None:
             tracer.on_call(key, args, keywords, (*this_rank.mean_axes, *self.axes))
             return
         if _torch.fake_active():
             return
-        # The first real call of a kind is run without data before it. What torch.func
-        # transforms must have a meaning by itself.
+        # The first real call of a kind is run without data before it. What is under
+        # torch.func must have a meaning by itself too: it is run without, on one row.
         check_laid_out(state, args)
         if _torch.functorch_active():
             args, keywords = tree.map(_unwrap, (args, keywords), is_leaf=is_sharded)
@@ -274,6 +272,7 @@ class Sharding(Interpretation):
         for shard in shards:
             # The lookup makes the groups, now: a backward does not know the mesh.
             where = groups[shard.split_axes].where
+            # Else a gather would mix up ranges, or wait for ranks that do not exist.
             size = shard.place.size
             fits = size == 1 or where is not None and size == where.size
             if not (fits and shard.coordinates.items() <= coords.items()):
@@ -309,8 +308,8 @@ class Sharding(Interpretation):
         runtime = self._begin_gradient_call(call, leaves, this_rank)
         outer = f.runtime_of(self)
         runtime.add_to(call.earlier_grads)
-        # In place of the runtime of the call around, whose unit calls have no part in
-        # this backward.
+        # This runtime takes the place of that of the call around, whose unit calls
+        # have no part in this backward.
         others = [(h, state) for h, state in f.runtimes if h is not self]
         with inside(f.replace(runtimes=(*others, (self, runtime)))):
             # Autograd is not to differentiate by these: the backward of each unit hands
@@ -319,6 +318,7 @@ class Sharding(Interpretation):
             outcome = run(
                 call.replace(packed=packed, parts=runtime.parts, earlier_grads=None)
             )
+        # In this order: `close` waits for copies of the sums to a store too.
         runtime.sums.finish()
         runtime.gathers.close()
         outer.index_after = runtime.next_index
@@ -368,11 +368,16 @@ class Sharding(Interpretation):
     ) -> Outcome:
         """Returns the outcome with the sums of the runtime as mean gradients."""
         f, differentiated = frame(), tuple(call.args[i] for i in call.argnums)
+        # The type check refuses much that a step may not do with a rank's own parts.
+        # Within `internal()` it knows that the library computes, which may.
         with internal():
             gradients = Gradients(differentiated, outcome.grads, runtime)
             gradients.take_parts()
+        # It only compares, and computes nothing that a tracer would see.
         if runtime.sums.observed:
             gradients.check_observed()
+        # After the parts that the loss read outside units, whose gradients are still
+        # this rank's own and are typed so; before the sums, means, are added to these.
         if (tracer := f.tracer) is not None:
             is_replicated = f.runtime_of(self).ownership.is_replicated
             tracer.on_gradient(differentiated, gradients.trees(), is_replicated)
@@ -387,7 +392,7 @@ class Sharding(Interpretation):
             grads=grads, writable=writable, includes_earlier=summed
         )
         steps = runtime.sums.steps
-        # When all is summed and divided: a leaf that raises cannot be divided.
+        # Marked when all is summed and divided: a leaf that raises cannot be divided.
         if steps is not None and steps.done:
             outcome = outcome.replace(
                 after_mean=lambda grads: mark_updated(grads, differentiated, steps)
