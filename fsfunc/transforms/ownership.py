@@ -83,7 +83,6 @@ def enter_tracked(
     tracked = [i for i, x in plain if _is_tracked(x) and placement_of(x) == WHOLE]
     for i in tracked:
         leaves[i] = apply_map(leaves[i], ENTER, where())
-        # The map's result lies in memory of its own, which no leaf of the state has.
         ownership.declare(leaves[i], True)
     return bool(tracked)
 

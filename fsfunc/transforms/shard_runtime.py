@@ -263,8 +263,8 @@ class ShardRuntime:
         live = self.gathers.live_calls
         known = set(map(id, live))
         self.gathers.live_calls = [*live, *(c for c in calls if id(c) not in known)]
-        # `_prefetch_back` takes off the calls after this one. In a recomputed outer unit
-        # there may be some, whose backward is still to come.
+        # `_prefetch_back` takes off the calls after this one. A recomputed outer unit may
+        # have some, whose backward is still to come.
         if index == len(all_calls) - 1:
             self._prefetch_back(all_calls, index)
         return calls
