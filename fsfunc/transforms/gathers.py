@@ -348,6 +348,7 @@ class Gathers:
         if source is None:
             source = self._fetch_range(shard, dtype, where, out)
         handle = message.move(source, where, out, shard.name)
+        # What has come from other nodes: the backward then sends within the node alone.
         if self.stores_partial and isinstance(handle, KeptGather):
             version, like = (shard.version, dtype), source.new_empty(0)
             entry = _PartialGather(shard, version, handle, full.numel(), like)
@@ -386,6 +387,7 @@ class Gathers:
     ) -> tuple[Tensor, Handle]:
         """Starts a copy from a store to a GPU, which runs beside the unit before."""
         flat, full = shard.flat.detach(), shard.whole
+        # The state's whole buffer (zero 1 and 2) takes the copy, if it has the dtype.
         if full is None or full.dtype != dtype:
             full = self.pool.get(len(flat), dtype, shard.space.on_device(flat))
             count_as("gathered", [full], shard.buffer)
@@ -407,6 +409,7 @@ class Gathers:
     def decode(self, shard: FlatShard, full: Tensor, dtype: torch.dtype) -> Tensor:
         """Returns the whole buffer, decoded from ``full``, which has arrived."""
         message = self.message
+        # One rank's own buffer was not encoded, nor were integers and complex numbers.
         if (
             self.is_inexact
             and shard.place.size > 1
@@ -436,6 +439,7 @@ class Gathers:
             while droppable:
                 self.drop([droppable.pop()])
             call.full = self.gather(shard, call.dtype)
+            # At zero 1 and 2 `decode` has given it to the state, if its dtype allows.
             in_state = shard.whole is call.full
         if in_state:
             call.lifetime = Lifetime.STATE
@@ -517,6 +521,7 @@ class Gathers:
         for shard in shards:
             for i, other in enumerate(self.by_name.get(shard.buffer, ())):
                 self.tree_index = i if other is shard else self.tree_index
+        # A buffer may lie in fewer trees, as only some leaves have a copy: no guess.
         for name in order[index + 1]:
             same_name = self.by_name.get(name, ())
             if self.tree_index < len(same_name):

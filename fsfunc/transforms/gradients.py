@@ -151,7 +151,7 @@ class Gradients:
             leaves[key] = dict(by_layout)
         for i in self._summed_positions():
             x, direct = self.leaves[i], self.grads[i]
-            if id(x.packed) in updated:
+            if id(x.packed) in updated:  # a leaf that raises comes by `mark_updated`
                 self.grads[i] = None
                 continue
             mean = self.grads[i] = leaves[id(x.packed)][id(x.layout)]

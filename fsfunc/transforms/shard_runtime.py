@@ -263,8 +263,8 @@ class ShardRuntime:
         live = self.gathers.live_calls
         known = set(map(id, live))
         self.gathers.live_calls = [*live, *(c for c in calls if id(c) not in known)]
-        # `_prefetch_back` takes off the calls after this one. A recomputed outer unit may
-        # have some, whose backward is still to come.
+        # `_prefetch_back` drops the calls after this one. In a recomputed outer unit
+        # some may follow, whose backward is still to come.
         if index == len(all_calls) - 1:
             self._prefetch_back(all_calls, index)
         return calls
@@ -306,6 +306,7 @@ class ShardRuntime:
         """Gathers the buffers of a call again, as its backward begins."""
         if self.sums.deferred:
             self.sums.reduce_deferred()
+        # Some buffers are there: kept from the forward, or shared with the call after.
         if calls[0].gathers_again:
             for call, shard in zip(calls, shards, strict=True):
                 if call.full is None:

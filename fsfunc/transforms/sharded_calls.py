@@ -215,6 +215,7 @@ class Sharding(Interpretation):
                 raise
             if tracer is None and self.first_calls.was_checked(this_rank.rank, key):
                 return
+        # A plan, whose link moves no data, takes a batch on "meta" too.
         if this_rank.link.moves_data:
             names = arguments(len(args) - 1, 1)
             refuse("array meta", "a sharded function", args[1:], *names)
@@ -302,6 +303,7 @@ class Sharding(Interpretation):
         this_rank, f = here(self.mesh), frame()
         coordinates = this_rank.mesh.coordinates(this_rank.rank)
         leaves, treedef = tree.flatten((call.args, call.keywords), is_leaf=is_sharded)
+        # Parameters that the step has computed, as by `tree.map`, lie in no buffer yet.
         if repack_leaves(leaves, coordinates):
             args, keywords = tree.unflatten(treedef, leaves)
             call = call.replace(args=args, keywords=keywords)

@@ -214,6 +214,7 @@ def _enter_whole(
     if call.frame.staged:
         raise LawError(_MADE_IN_LOSS.format(call.name))
     where = get_group(options.axes, here(options.mesh))
+    # Averaged over the ranks, a derivative by one sample would mix different samples.
     for i in positions:
         check_derivatives(call, [leaves[i]], inputs)
         with label(call.name, "forward"):
@@ -610,6 +611,7 @@ def gather_buffer(
     where, replicas, blocks = runtime.groups[layout.split_axes]
     if replicas is not None:
         flat = apply_map(flat, enter, replicas)
+    # A buffer that is whole is not sent. It enters, so that its gradient is averaged.
     if where is not None:
         is_split = layout.flat is not None and layout.flat.size > 1
         flat = apply_map(flat, gather if is_split else enter, where)
