@@ -348,7 +348,7 @@ class Gathers:
         if source is None:
             source = self._fetch_range(shard, dtype, where, out)
         handle = message.move(source, where, out, shard.name)
-        # What has come from other nodes: the backward then sends within the node alone.
+        # It has what came from other nodes: the backward sends within the node alone.
         if self.stores_partial and isinstance(handle, KeptGather):
             version, like = (shard.version, dtype), source.new_empty(0)
             entry = _PartialGather(shard, version, handle, full.numel(), like)
@@ -372,7 +372,7 @@ class Gathers:
         flat = shard.flat.detach()
         if not self.offloads or not (home := shard.space).offloaded:
             return flat if flat.dtype == dtype else flat.to(dtype)
-        # A whole buffer of another dtype (parameters that are cast) cannot take it.
+        # A whole buffer of another dtype (parameters are cast) cannot take the copy.
         if full is None or full.dtype != dtype:
             full = self.pool.get(len(flat), dtype, home.on_device(flat))
             count_as("gathered", [full], shard.buffer)
@@ -409,7 +409,7 @@ class Gathers:
     def decode(self, shard: FlatShard, full: Tensor, dtype: torch.dtype) -> Tensor:
         """Returns the whole buffer, decoded from ``full``, which has arrived."""
         message = self.message
-        # One rank's own buffer was not encoded, nor were integers and complex numbers.
+        # What one rank has whole was not encoded, nor were integers or complex numbers.
         if (
             self.is_inexact
             and shard.place.size > 1
@@ -419,8 +419,8 @@ class Gathers:
             full = message.decode(full, dtype, count)
             check_decoded(message, full, count * shard.place.size, dtype)
             count_as("gathered", [full], shard.buffer)
-        # Parameters are whole at zero 1 and 2: this stays with the state until the
-        # rank's range is written.
+        # Parameters are whole at zero 1 and 2: the gathered buffer stays with the state
+        # until the rank's range is written.
         if self.zero in (1, 2):
             shard.cache_gathered(full)
         return full

@@ -299,7 +299,7 @@ class GradientSums:
 
     def reduce_deferred(self) -> None:
         """Reduces deferred gradients, one buffer after the other."""
-        # To the end of each, before the next one: the device has no room for two.
+        # Each ends before the next one starts: the device has no room for two.
         while self.deferred:
             with label(self.deferred[0].name, "backward"):
                 self._reduce(self.deferred.pop(0), waits=True)

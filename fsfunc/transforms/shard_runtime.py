@@ -185,8 +185,8 @@ class ShardRuntime:
         self.gathers.drop(self.gathers.live_calls)
         self.gathers.live_calls, self.returned_calls, self.call_counts = [], {}, {}
         # Memory that reductions took is no use here, where activations take the most:
-        # with it zero 1 and 2 peaked 6 to 13 % higher. New pages for the next backward
-        # cost some page faults, which zero=0, that saves no memory, goes without.
+        # with it zero 1 and 2 peaked 6 to 13 % higher. Zero 0, which saves no memory,
+        # keeps it: new pages for the next backward cost some page faults.
         if self.zero:
             self.pool.trim(2)
             self.groups.where.link.trim()
@@ -221,7 +221,7 @@ class ShardRuntime:
         for call, shard in zip(calls, shards, strict=True):
             if torch.is_grad_enabled() and self.options.retains(call.name, shard):
                 call.lifetime = Lifetime.BACKWARD
-            # Not gathered twice, and then reduced once, with the call before: see
+            # Units that share a buffer gather it once, and reduce it once, in
             # `add_gradient`.
             if shard.is_shared:
                 for c in previous:
@@ -246,8 +246,8 @@ class ShardRuntime:
     def _before_recompute(self, calls: Calls, shards: Sequence[FlatShard]) -> Calls:
         """Gathers the buffers of a recompute; returns the calls of the first run."""
         all_calls, index = self.find_call(calls[0])
-        # By the calls of the first run: these may have a buffer that the backward has
-        # prefetched, and their own backward will drop it.
+        # The calls of the first run go on: they may have the buffer still, and their
+        # own backward will drop it.
         first_run = all_calls[index] if index >= 0 else []
         calls = [
             next((c for c in first_run if c.shard is s), call)
@@ -306,7 +306,7 @@ class ShardRuntime:
         """Gathers the buffers of a call again, as its backward begins."""
         if self.sums.deferred:
             self.sums.reduce_deferred()
-        # Some buffers are there: kept from the forward, or shared with the call after.
+        # Some have it already: kept from the forward, or taken from the call after.
         if calls[0].gathers_again:
             for call, shard in zip(calls, shards, strict=True):
                 if call.full is None:

@@ -375,11 +375,12 @@ class Sharding(Interpretation):
         with internal():
             gradients = Gradients(differentiated, outcome.grads, runtime)
             gradients.take_parts()
-        # It only compares, and computes nothing that a tracer would see.
+        # `check_observed` only compares: it computes nothing that a tracer would see.
         if runtime.sums.observed:
             gradients.check_observed()
-        # After the parts that the loss read outside units, whose gradients are still
-        # this rank's own and are typed so; before the sums, means, are added to these.
+        # The tracer is told in between. Gradients of parts that the loss read outside
+        # units are still this rank's own, and are typed so; `take_sums` then adds them
+        # to the sums of units' gradients, which are means over the ranks.
         if (tracer := f.tracer) is not None:
             is_replicated = f.runtime_of(self).ownership.is_replicated
             tracer.on_gradient(differentiated, gradients.trees(), is_replicated)

@@ -137,7 +137,7 @@ def _gather_and_forget(
         calls = runtime.before_forward(calls, shards, call.frame.casts, recompute)
         boundary = UnitBoundary(runtime, calls, shards)
         token, views = boundary.enter(flats, token, apart=call.frame.staged)
-    # Now, so that units that this one calls come after its own gather.
+    # The token moves on before the unit runs: units that this one calls come after it.
     if unit_token is not None and token is not None:
         unit_token.latest = token
     for i, view in zip(positions, views, strict=True):
@@ -392,8 +392,8 @@ class UnitBoundary(NamedTuple):
         """
         runtime, calls, (views, others) = self.runtime, self.calls, arguments
         # Saved views are replaced where the buffer is dropped before the backward: not
-        # if it is kept for that, or belongs to the state. Nor in a recompute, which the
-        # backward itself runs, and at once reads what it has saved.
+        # if it is kept for that, or belongs to the state. Nor in a recompute: the
+        # backward that runs it reads at once what it has saved.
         storage_keys, to_forget, first_view = [], [], 0
         for call, shard in zip(calls, self.shards, strict=True):
             storage_keys.append(_torch.storage_key(views[first_view]))
@@ -403,7 +403,7 @@ class UnitBoundary(NamedTuple):
                 offset = int(views[first_view].storage_offset()) - call.views[0][2]
                 to_forget.append((call, shard, storage_keys[-1], offset))
             first_view += len(call.views)
-        # Others do not pass through `_Exit`: autograd would have them require grad.
+        # Outputs without grad do not pass through `_Exit`, where they would get one.
         tracked_positions, roots = [], []
         for i, y in enumerate(outs):
             if isinstance(y, Tensor):
@@ -472,7 +472,7 @@ class _Enter(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         entered = [None if token is None else token.clone()]
         # Nobody differentiates by these. Unmarked they would require grad, as all
-        # outputs of a Function do if one input does, and derivatives be computed.
+        # outputs of a Function do if one input does, and cost derivatives.
         frozen: list[Tensor] = []
         needed = ctx.needs_input_grad[2:]
         for call, tracked in zip(ctx.boundary.calls, needed, strict=True):
@@ -504,7 +504,8 @@ class _Enter(torch.autograd.Function):
                     parts = gradients_by_offset(call.views, view_grads, dtype)
                     g = pack_parts(parts, shard, dtype) if tracked else None
                 elif of_gradient_call and call.summed_by_runtime or tracked:
-                    # Else it may not wait for the call before, which may never come.
+                    # What is no part of the sums is not handed to the call before,
+                    # whose backward may not come.
                     shared_by = before if of_gradient_call else []
                     g = runtime.add_gradient(call, shard, view_grads, shared_by)
                 if g is not None:  # autograd sums it
