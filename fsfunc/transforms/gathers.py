@@ -329,6 +329,7 @@ class Gathers:
             source, full = self._encode_range(shard, dtype), None
         elif self.is_inexact:  # integers and complex numbers are sent as they are
             message = _PLAIN
+        # The state has no whole buffer to gather into, or none of this dtype.
         if full is None or source is None and full.dtype != dtype:
             like = shard.flat if source is None else source
             # The count is of what is sent, as `on_device` returns an empty tensor in

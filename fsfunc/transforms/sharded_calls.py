@@ -146,6 +146,7 @@ class Sharding(Interpretation):
                 before = state_def, state, self.first_calls.rank_local_paths
                 out = lay_returned(out, out_leaves, out_def, *before)
             self.first_calls.compare_state(f, entered, state_def, out, context)
+            # Later calls run the graph of the whole step, which compares in its own way.
             if entered.compiler is not None and entered.compiler.whole:
                 entered.compiler.compares(self.first_calls, f, entered, out_def)  # type: ignore[attr-defined]
             return out
@@ -418,6 +419,7 @@ class Sharding(Interpretation):
         """
         f = frame()
         steps = [h for h in f.handlers if isinstance(h, GradientSteps)]
+        # A gradient that a loss takes is not the one by which parameters are updated.
         if not steps or f.in_loss:
             return None
         if self.zero == 1:
