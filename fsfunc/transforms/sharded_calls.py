@@ -146,7 +146,7 @@ class Sharding(Interpretation):
                 before = state_def, state, self.first_calls.rank_local_paths
                 out = lay_returned(out, out_leaves, out_def, *before)
             self.first_calls.compare_state(f, entered, state_def, out, context)
-            # Later calls run the graph of the whole step, which compares in its own way.
+            # Later calls run the graph of the whole step, which compares on its own.
             if entered.compiler is not None and entered.compiler.whole:
                 entered.compiler.compares(self.first_calls, f, entered, out_def)  # type: ignore[attr-defined]
             return out
