@@ -148,8 +148,8 @@ class ShardRuntime:
         Args:
             earlier: the trees of these gradients, means over the ranks.
         """
-        # Not while types are checked: the sum is typed as this rank's part of a mean, to
-        # which the check refuses to add the derivative of a unit, still the rank's own.
+        # Not while types are checked: the sum is typed as this rank's part of a mean,
+        # and the check refuses to add a unit's derivative, still the rank's own, to it.
         tracer = frame().tracer
         if earlier is None or not self.sums_all or tracer and not tracer.complete:
             return
