@@ -189,13 +189,13 @@ class _FetchAhead(Handle):
         self.stream = host_copies.GPU.current_stream(full)
 
     def wait(self) -> Tensor:
-        # Only the stream that reads it waits; Python goes on.
+        # Only the stream that reads the buffer waits; Python goes on.
         host_copies.wait_for_ahead(self.full, self.end)
         self.awaited = True
         return self.full
 
     def __del__(self) -> None:
-        # An error came before the wait: without one the allocator could hand out the
+        # An error came before `wait`. Without waiting the allocator could hand out the
         # memory while the copy still writes to it.
         if not self.awaited:
             host_copies.wait_for_ahead(self.full, self.end, self.stream)
@@ -266,7 +266,7 @@ class Gathers:
         """Waits for gathers in flight and for copies, and drops every buffer."""
         self.drop(self.live_calls)
         self.live_calls = []
-        # Also those that no unit has read: their memory is written until they end.
+        # Also gathers that no unit has read: until they end they write their memory.
         for call, handle, _ in self.in_flight.values():
             handle.wait()
             self.drop([call])
@@ -283,7 +283,8 @@ class Gathers:
         """
         for call in calls:
             full, call.full = call.full, None
-            # Under the tests' poison a read of a dropped buffer yields NaN.
+            # With the tests' poison a read of a dropped buffer yields NaN. One that
+            # neighbouring units share lives on while any of their calls has it.
             if self.pool.poison and call.lifetime is not Lifetime.STATE:
                 users = (*self.live_calls, *(sharing or ()))
                 if full is not None and not any(full is c.full for c in users):
@@ -291,6 +292,8 @@ class Gathers:
 
     def local_whole(self, shard: FlatShard, dtype: torch.dtype) -> Tensor | None:
         """Returns the whole buffer if this rank has it without a gather."""
+        # Split over no axis, the range is the whole; in a store, or of another dtype,
+        # it must be copied, which `start_gather` does.
         if shard.place.size == 1 and shard.flat.dtype == dtype:
             if not (self.offloads and shard.space.offloaded):
                 return shard.flat.detach()
@@ -322,10 +325,11 @@ class Gathers:
         where: Any = self.groups[shard.split_axes].where
         message, full, source = self.message, shard.whole, None
         if self.is_inexact and message.encodes(shard.flat.dtype):
-            # What arrives are codes: they do not go into the state's whole buffer.
+            # What arrives is encoded: it does not go into the state's whole buffer.
             source, full = self._encode_range(shard, dtype), None
         elif self.is_inexact:  # integers and complex numbers are sent as they are
             message = _PLAIN
+        # The state has no whole buffer to gather into, or none of this dtype.
         if full is None or source is None and full.dtype != dtype:
             like = shard.flat if source is None else source
             # The count is of what is sent, as `on_device` returns an empty tensor in
@@ -345,6 +349,7 @@ class Gathers:
         if source is None:
             source = self._fetch_range(shard, dtype, where, out)
         handle = message.move(source, where, out, shard.name)
+        # It has what came from other nodes: the backward sends within the node alone.
         if self.stores_partial and isinstance(handle, KeptGather):
             version, like = (shard.version, dtype), source.new_empty(0)
             entry = _PartialGather(shard, version, handle, full.numel(), like)
@@ -368,13 +373,14 @@ class Gathers:
         flat = shard.flat.detach()
         if not self.offloads or not (home := shard.space).offloaded:
             return flat if flat.dtype == dtype else flat.to(dtype)
+        # A whole buffer of another dtype (parameters are cast) cannot take the copy.
         if full is None or full.dtype != dtype:
             full = self.pool.get(len(flat), dtype, home.on_device(flat))
             count_as("gathered", [full], shard.buffer)
         elif where is not None:
             full = full.tensor_split(where.size)[where.index]
-        # No wait: the store is written next by an update, which waits for its copies,
-        # or after `close`, which waits for all.
+        # Python does not wait: the store is written next by an update, which waits for
+        # its copies, or after `close`, which waits for all.
         return home.fetch(flat, dtype, full, waits=False)
 
     def _fetch_ahead(
@@ -382,6 +388,7 @@ class Gathers:
     ) -> tuple[Tensor, Handle]:
         """Starts a copy from a store to a GPU, which runs beside the unit before."""
         flat, full = shard.flat.detach(), shard.whole
+        # The state's whole buffer (zero 1 and 2) takes the copy, if it has the dtype.
         if full is None or full.dtype != dtype:
             full = self.pool.get(len(flat), dtype, shard.space.on_device(flat))
             count_as("gathered", [full], shard.buffer)
@@ -403,6 +410,7 @@ class Gathers:
     def decode(self, shard: FlatShard, full: Tensor, dtype: torch.dtype) -> Tensor:
         """Returns the whole buffer, decoded from ``full``, which has arrived."""
         message = self.message
+        # What one rank has whole was not encoded, nor were integers or complex numbers.
         if (
             self.is_inexact
             and shard.place.size > 1
@@ -412,7 +420,9 @@ class Gathers:
             full = message.decode(full, dtype, count)
             check_decoded(message, full, count * shard.place.size, dtype)
             count_as("gathered", [full], shard.buffer)
-        if self.zero in (1, 2):  # stays with the state, until the rank's range changes
+        # Parameters are whole at zero 1 and 2: the gathered buffer stays with the state
+        # until the rank's range is written.
+        if self.zero in (1, 2):
             shard.cache_gathered(full)
         return full
 
@@ -430,11 +440,13 @@ class Gathers:
             while droppable:
                 self.drop([droppable.pop()])
             call.full = self.gather(shard, call.dtype)
+            # At zero 1 and 2 `decode` has given it to the state, if its dtype allows.
             in_state = shard.whole is call.full
         if in_state:
             call.lifetime = Lifetime.STATE
         elif call.lifetime is Lifetime.STATE:
-            # A recompute, after the state was written: this gather is the call's own.
+            # A recompute after the state was written: what it gathers belongs to the
+            # call alone.
             call.lifetime = Lifetime.CALL
 
     def gather(self, shard: FlatShard, dtype: torch.dtype) -> Tensor:
@@ -445,7 +457,8 @@ class Gathers:
             handle.wait()
             if call.full is not None and call.is_of(shard, dtype):
                 return self.decode(shard, call.full, dtype)
-            # Another tree's buffer of this name, another dtype, or older values.
+            # `prefetch_next` guessed wrong: this is another tree's buffer of the name,
+            # or in another dtype, or has older values.
             self.drop([call])
         full, handle = self.start_gather(shard, dtype)
         handle.wait()
@@ -472,12 +485,16 @@ class Gathers:
             return
         # One rank gathers from nobody. A copy from its host may run beside what the GPU
         # computes; but in the backward the device has no room for an offloaded buffer
-        # beside those of a unit and its gradients, so there it is only read ahead.
+        # beside those of a unit and its gradients. There a mapped file is read ahead
+        # into the host's memory.
         alone = self.axis_size == 1 and shard.place.size == 1
         overlaps = alone and not backward and shard.space.comes_beside(shard.flat)
         if not overlaps and (self.axis_size == 1 or backward and self.offloads):
             shard.space.read_ahead(shard.flat)
             return
+        # The next unit takes over a buffer that it shares with one of `calls`. Each of
+        # these is asked by its own dtype, as `dtype` may be a wrong guess: the buffer
+        # would be gathered for nothing.
         if not (shard.is_shared and any(c.is_of(shard, c.dtype) for c in calls)):
             dtypes = BufferDtypes(dtype, dtype)
             call = GatheredCall("", (), (), shard, [], dtypes)
@@ -500,10 +517,12 @@ class Gathers:
         # not known. A prefetch that no unit reads is dropped: it costs time alone.
         if index + 1 >= len(order) or order[index] != tuple(map(_BUFFER, shards)):
             return
-        # The next unit most likely reads the same one of several equal trees.
+        # Names are recorded, not trees: of several trees of one layout (parameters and
+        # their average) the next unit most likely reads the one that this unit reads.
         for shard in shards:
             for i, other in enumerate(self.by_name.get(shard.buffer, ())):
                 self.tree_index = i if other is shard else self.tree_index
+        # A buffer may lie in fewer trees, as only some leaves have a copy: no guess.
         for name in order[index + 1]:
             same_name = self.by_name.get(name, ())
             if self.tree_index < len(same_name):

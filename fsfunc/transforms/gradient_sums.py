@@ -125,9 +125,16 @@ class GradientSums:
         self.reducing: list[_BufferGradient] = []
         self.summing_replicas: list[_BufferGradient] = []
 
-    def add_to(self, sums: dict[int, Tensor]) -> None:
-        """Begins with sums of earlier microbatches' means, which grow in place."""
-        self.grads, self.began_as_means = dict(sums), frozenset(sums)
+    def add_to(self, earlier_by_buffer: dict[int, Tensor]) -> None:
+        """Begins with gradients of earlier microbatches, which grow in place.
+
+        Args:
+            earlier_by_buffer: by the id of a buffer, the sum of their means over ranks.
+        """
+        self.grads, self.began_as_means = (
+            dict(earlier_by_buffer),
+            frozenset(earlier_by_buffer),
+        )
 
     def note_read(self, calls: Calls, has_graph: bool) -> None:
         """Notes that a unit call reads buffers, so that its gradients will come.
@@ -136,8 +143,9 @@ class GradientSums:
             has_graph: whether grad is enabled.
         """
         for call in calls:
-            # In a graph the gradient of a shared buffer comes with that of the call
-            # before; a recompute, after a run without a graph, hands over its own.
+            # With a graph, the gradient of a shared buffer comes with that of the call
+            # before. A run without one is repeated by `remat`, and its recompute hands
+            # over its own.
             if (
                 not (has_graph and call.shares_previous)
                 and (shard := call.shard) is not None
@@ -170,7 +178,9 @@ class GradientSums:
             if g is None or not g.numel():
                 continue
             g = g if g.layout == torch.strided else to_strided(g)
-            if offset < end:  # a leaf that the unit was given twice
+            # A leaf that the unit was given twice: added below, as `_foreach_copy_`
+            # would leave one of the two gradients.
+            if offset < end:
                 repeated.append((targets[-1], g))
                 continue
             # The memory is a pool's: where no gradient is written, it must be zero.
@@ -217,7 +227,9 @@ class GradientSums:
         """Adds the gradient of one call, and reduces the sum when it is complete."""
         if self.observed is not None:
             self.observed.show(call, shard, wait_for(buffer))
-        due = 1  # a count: the backwards of microbatches may run in any order
+        # A count, not the last index: a pipeline may run the backwards of microbatches
+        # in any order.
+        due = 1
         for _, n in call.micro[self.depth :]:
             due *= n
         key = id(shard), call.key
@@ -236,12 +248,14 @@ class GradientSums:
     def _accumulate(self, gradient: _BufferGradient) -> bool:
         """Adds a gradient to that of other microbatches; returns whether more are due.
 
-        Then the sum stays in ``accumulating``.
+        Then the sum stays in ``accumulating``. At zero=1 it stays there until `finish`.
         """
         before = self.accumulating.pop(gradient.key, None)
         if before is not None:
             warn_narrow(gradient.tensor, gradient.due)
             space, stored = space_of(before.tensor), before.tensor
+            # The sum so far lies where this gradient was computed, or, with offloaded
+            # parameters, in their store.
             if _torch.device_of(gradient.tensor) == _torch.device_of(stored):
                 wait_for(gradient.tensor).add_(wait_for(stored))
             else:
@@ -270,6 +284,8 @@ class GradientSums:
         # Half of the mean's divisor before the sum, half after: `divisor_before_sum`.
         if buffer.dtype == torch.float16:
             wait_for(buffer).div_(self.float16_divisor)
+        # An inexact reduction, or a feedback, encodes floating dtypes; others are sent
+        # as they are.
         if where is not None and where.size > 1:
             encodes = self.exact or self.reduction.encodes(buffer.dtype)
             send = self.send if encodes else Reduction().send
@@ -283,6 +299,7 @@ class GradientSums:
 
     def reduce_deferred(self) -> None:
         """Reduces deferred gradients, one buffer after the other."""
+        # Each ends before the next one starts: the device has no room for two.
         while self.deferred:
             with label(self.deferred[0].name, "backward"):
                 self._reduce(self.deferred.pop(0), waits=True)
@@ -294,10 +311,11 @@ class GradientSums:
         gradient = self.reducing.pop(0)
         if gradient.handle is not None:
             sent, arrived = gradient.tensor, gradient.handle.wait()
-            # No reference is left, so what arrived is freed as soon as it is cast.
+            # References are dropped here and below, so that what arrived is freed as
+            # soon as it is cast.
             gradient.handle = gradient.tensor = None  # type: ignore[assignment]
             flat = gradient.shard.flat
-            # Not yet the parameter's dtype: a sum is rounded once, when it is a mean.
+            # In the wider of both dtypes: a sum is rounded once, when it is a mean.
             wide = torch.promote_types(gradient.dtype, flat.dtype)
             encodes = self.exact or self.reduction.encodes(flat.dtype)
             reduction = self.reduction if encodes else Reduction()
@@ -308,6 +326,7 @@ class GradientSums:
             gradient.tensor = summed
             del summed
         gradient.is_reduced = True
+        # More are due here with `reduce_each` alone: others are reduced as whole sums.
         if gradient.due > 1 and self._accumulate(gradient):
             return
         self._sum_over_replicas(gradient)
@@ -348,8 +367,8 @@ class GradientSums:
         is any other                          as the sum   one division for them all
         ====================================  ===========  =========================
 
-        A gradient that was reduced in float16 was divided by ``float16_divisor`` when
-        it was sent, which a sum gets back here.
+        A gradient in float16 was divided by ``float16_divisor`` before its reduction:
+        what is stored as a sum is multiplied by it again.
         """
         shard, grad = gradient.shard, gradient.tensor
         earlier = self.grads.get(id(gradient.shard))
@@ -370,8 +389,8 @@ class GradientSums:
             if mean_size != divided_by:
                 grad = grad.div_(mean_size / divided_by)
         if space.offloaded or grad.dtype != dtype:  # to where its parameters are
-            # Read on the host below, by steps, or after the gradient call: `close`
-            # waits for it.
+            # Python goes on while it is copied. What reads it on the host waits: the
+            # code below, steps, or `close`, before the gradient call returns.
             grad = space.put(grad, dtype, waits=False)
             count_as("gradients", [] if space.offloaded else [grad])
         if divided_by > 1 and not is_mean:

@@ -83,8 +83,8 @@ class Gradients:
         self.grads: list[Leaf] = self.treedef.flatten_up_to(grads)  # type: ignore
         pending = [g for g in self.grads if isinstance(g, PendingGradient)]
         expected = [len(shard.members) for shard in runtime.summed.values()]
-        # A transform that computed with a pending gradient would have been refused; one
-        # that put another in its place would be overruled by the sum, silently.
+        # A transform that computes with a pending gradient is refused as it reads it.
+        # One that puts another in its place would be overruled by the sum, silently.
         if len(pending) < sum(expected):
             raise RuntimeError(f"a transform within shard changes gradients: {PENDING}")
 
@@ -103,6 +103,7 @@ class Gradients:
         for i in self._summed_positions() if self.runtime.parts else ():
             x = self.leaves[i]
             part = self.runtime.parts.get((id(x.packed), id(x.layout)))
+            # None: the loss has read the part, and does not depend on it.
             if part is not None and part.grad is not None:
                 self.grads[i] = x.with_local(part.grad)
 
@@ -113,6 +114,8 @@ class Gradients:
             LawError: gradients of parts that the loss read outside units, or of leaves
                 that ranks of the mean have other blocks of.
         """
+        # The gradient of an expert's block counts the rows of all ranks that sent it
+        # any: it is no rank's own.
         for shard in self.runtime.summed.values():
             if set(shard.split_axes) & set(self.runtime.options.axes):
                 reason = f"{shard.name} is owned by ranks of the data"
@@ -127,27 +130,28 @@ class Gradients:
         steps = runtime.sums.steps
         updated = {} if steps is None else steps.done
         for key, shard in runtime.summed.items():
-            if key in updated:
+            if key in updated:  # in the backward, which has used up its gradient
                 continue
             grad = runtime.sums.grads.get(key)
             shards[key] = shard.like(_zero_gradient(shard) if grad is None else grad)
         # What `GradientSums._store_sum` stored as a sum: see the table there.
         sums, half = [], torch.float16
         for key, s in shards.items():
-            if key in runtime.sums.began_as_means:
+            if key in runtime.sums.began_as_means:  # divided before it was added
                 continue
             if half != s.flat.dtype == runtime.summed[key].flat.dtype:
                 sums.append(s.flat)
         # In one kernel for all buffers.
         if sums and runtime.groups.mean_size > 1:
             torch._foreach_div_(sums, runtime.groups.mean_size)
+        # By layout, as the same leaf may occur in the arguments several times.
         leaves = {}
         for key, shard in shards.items():
             by_layout = zip(map(id, shard.members), shard.leaves(), strict=True)
             leaves[key] = dict(by_layout)
         for i in self._summed_positions():
             x, direct = self.leaves[i], self.grads[i]
-            if id(x.packed) in updated:
+            if id(x.packed) in updated:  # a leaf that raises comes by `mark_updated`
                 self.grads[i] = None
                 continue
             mean = self.grads[i] = leaves[id(x.packed)][id(x.layout)]
@@ -156,6 +160,7 @@ class Gradients:
 
     def average_whole(self, where: RankGroup) -> None:
         """Averages the gradients of replicated leaves over ranks."""
+        # Those of rank-local tensors, such as the batch, stay each rank's own.
         positions = [
             i
             for i, (x, g) in enumerate(zip(self.leaves, self.grads, strict=True))

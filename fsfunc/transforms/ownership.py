@@ -77,6 +77,8 @@ def enter_tracked(
     Args:
         where: returns the ranks of the mean.
     """
+    # The derivative is taken outside, where no gradient call of `shard` could average
+    # it. That by a sharded leaf is reduced by the unit that gathers it.
     plain = [(i, x) for i, x in enumerate(leaves) if isinstance(x, Tensor)]
     tracked = [i for i, x in plain if _is_tracked(x) and placement_of(x) == WHOLE]
     for i in tracked:
@@ -140,6 +142,7 @@ def assume(x: _Tree, axis: Axis, type: AxisType) -> _Tree:
             return leaf
         # Known by its memory, which only a copy has for itself.
         leaf = leaf.clone()
+        # Each `shard` over these axes asks its own runtime.
         for handler, runtime in frame().runtimes:
             if set(where.axis) <= set(getattr(handler, "axes", ())):
                 runtime.ownership.declare(leaf, type == "I")

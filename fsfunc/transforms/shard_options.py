@@ -70,6 +70,7 @@ class ShardOptions:
         if self.zero not in (0, 1, 2, 3):
             raise ValueError(f"zero={self.zero!r}: it is 0, 1, 2 or 3")
         reshard = self.reshard_after_forward
+        # One value is checked as a rule for all names.
         rules = reshard if isinstance(reshard, tuple) else [("**", reshard)]
         if not all(isinstance(k, str) and isinstance(v, bool) for k, v in rules):
             raise TypeError(
@@ -116,6 +117,7 @@ class ShardOptions:
             names: those of a program's unit calls, and of the leaves that these take.
         """
         reshard = self.reshard_after_forward
+        # A misspelt pattern would change nothing, and nobody would notice.
         for pattern, _ in reshard if isinstance(reshard, tuple) else ():
             if not any(matches(pattern, name) for name in names):
                 raise ValueError(

@@ -111,7 +111,8 @@ class Sharding(Interpretation):
         this_rank, tracer = entered.here or here(self.mesh), entered.tracer
         coordinates = this_rank.mesh.coordinates(this_rank.rank)
         with inside(entered):
-            # A user's own `tree.map` over a state leaves parts that lie in no buffer.
+            # A user's own `tree.map` over a state leaves parts that lie in no buffer: a
+            # runtime gathers and sums whole buffers.
             if repack_leaves(leaves, coordinates):
                 args, keywords = tree.unflatten(treedef, leaves)
             ownership = Ownership(state, leaves)
@@ -127,7 +128,8 @@ class Sharding(Interpretation):
                 with inside(entered.replace(runtimes=runtimes)), context:
                     out = f(*args, **keywords)
             except BaseException:
-                # Whoever catches it may write parameters on the host.
+                # Whoever catches the error may write offloaded parameters on the host,
+                # which copies to the GPU may still read.
                 wait_for_copies(failed=True)
                 raise
             runtime.gathers.close()
@@ -144,6 +146,7 @@ class Sharding(Interpretation):
                 before = state_def, state, self.first_calls.rank_local_paths
                 out = lay_returned(out, out_leaves, out_def, *before)
             self.first_calls.compare_state(f, entered, state_def, out, context)
+            # Later calls run the graph of the whole step, which compares on its own.
             if entered.compiler is not None and entered.compiler.whole:
                 entered.compiler.compares(self.first_calls, f, entered, out_def)  # type: ignore[attr-defined]
             return out
@@ -165,6 +168,7 @@ class Sharding(Interpretation):
             state: the leaves of the first argument, which must have layouts.
         """
         outer = frame()
+        # Leaves are split, and gradients averaged, along an axis once.
         for other in outer.handlers:
             taken = set(getattr(other, "axes", ())) & set(self.axes)
             if taken:
@@ -206,24 +210,26 @@ class Sharding(Interpretation):
             try:
                 key = signature(*flat)
             except RuntimeError:
+                # A donated leaf refuses to tell its shape: named here by its path.
                 for argument in (*args, keywords):
                     refuse_unusable(argument)
                 raise
             if tracer is None and self.first_calls.was_checked(this_rank.rank, key):
                 return
+        # A plan, whose link moves no data, takes a batch on "meta" too.
         if this_rank.link.moves_data:
             names = arguments(len(args) - 1, 1)
             refuse("array meta", "a sharded function", args[1:], *names)
         if on_vmap:
             return
-        # Within a run without data its tracer hears of the call, and checks it there.
+        # A call within a run without data is checked by the tracer of that run.
         if tracer is not None:
             tracer.on_call(key, args, keywords, (*this_rank.mean_axes, *self.axes))
             return
         if _torch.fake_active():
             return
-        # The first real call of a kind is run without data before it. What torch.func
-        # transforms must have a meaning by itself.
+        # The first real call of a kind is run without data before it. What is under
+        # torch.func must have a meaning by itself too: it is run without, on one row.
         check_laid_out(state, args)
         if _torch.functorch_active():
             args, keywords = tree.map(_unwrap, (args, keywords), is_leaf=is_sharded)
@@ -268,6 +274,7 @@ class Sharding(Interpretation):
         for shard in shards:
             # The lookup makes the groups, now: a backward does not know the mesh.
             where = groups[shard.split_axes].where
+            # Else a gather would mix up ranges, or wait for ranks that do not exist.
             size = shard.place.size
             fits = size == 1 or where is not None and size == where.size
             if not (fits and shard.coordinates.items() <= coords.items()):
@@ -297,14 +304,15 @@ class Sharding(Interpretation):
         this_rank, f = here(self.mesh), frame()
         coordinates = this_rank.mesh.coordinates(this_rank.rank)
         leaves, treedef = tree.flatten((call.args, call.keywords), is_leaf=is_sharded)
+        # Parameters that the step has computed, as by `tree.map`, lie in no buffer yet.
         if repack_leaves(leaves, coordinates):
             args, keywords = tree.unflatten(treedef, leaves)
             call = call.replace(args=args, keywords=keywords)
         runtime = self._begin_gradient_call(call, leaves, this_rank)
         outer = f.runtime_of(self)
         runtime.add_to(call.earlier_grads)
-        # In place of the runtime of the call around, whose unit calls have no part in
-        # this backward.
+        # This runtime takes the place of that of the call around, whose unit calls
+        # have no part in this backward.
         others = [(h, state) for h, state in f.runtimes if h is not self]
         with inside(f.replace(runtimes=(*others, (self, runtime)))):
             # Autograd is not to differentiate by these: the backward of each unit hands
@@ -313,6 +321,7 @@ class Sharding(Interpretation):
             outcome = run(
                 call.replace(packed=packed, parts=runtime.parts, earlier_grads=None)
             )
+        # In this order: `close` waits for copies of the sums to a store too.
         runtime.sums.finish()
         runtime.gathers.close()
         outer.index_after = runtime.next_index
@@ -362,11 +371,17 @@ class Sharding(Interpretation):
     ) -> Outcome:
         """Returns the outcome with the sums of the runtime as mean gradients."""
         f, differentiated = frame(), tuple(call.args[i] for i in call.argnums)
+        # The type check refuses much that a step may not do with a rank's own parts.
+        # Within `internal()` it knows that the library computes, which may.
         with internal():
             gradients = Gradients(differentiated, outcome.grads, runtime)
             gradients.take_parts()
+        # `check_observed` only compares: it computes nothing that a tracer would see.
         if runtime.sums.observed:
             gradients.check_observed()
+        # The tracer is told in between. Gradients of parts that the loss read outside
+        # units are still this rank's own, and are typed so; `take_sums` then adds them
+        # to the sums of units' gradients, which are means over the ranks.
         if (tracer := f.tracer) is not None:
             is_replicated = f.runtime_of(self).ownership.is_replicated
             tracer.on_gradient(differentiated, gradients.trees(), is_replicated)
@@ -381,7 +396,7 @@ class Sharding(Interpretation):
             grads=grads, writable=writable, includes_earlier=summed
         )
         steps = runtime.sums.steps
-        # When all is summed and divided: a leaf that raises cannot be divided.
+        # Marked when all is summed and divided: a leaf that raises cannot be divided.
         if steps is not None and steps.done:
             outcome = outcome.replace(
                 after_mean=lambda grads: mark_updated(grads, differentiated, steps)
@@ -404,6 +419,7 @@ class Sharding(Interpretation):
         """
         f = frame()
         steps = [h for h in f.handlers if isinstance(h, GradientSteps)]
+        # A gradient that a loss takes is not the one by which parameters are updated.
         if not steps or f.in_loss:
             return None
         if self.zero == 1:

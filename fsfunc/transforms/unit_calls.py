@@ -124,18 +124,20 @@ def _gather_and_forget(
 ) -> PyTree:
     """Runs the unit between the two Functions, which free and re-gather buffers."""
     leaves, state = arguments.leaves, running()
-    # Through each unit, so that autograd runs the backward of all of them, in reverse
-    # order on every rank: their reductions must meet.
+    # The token passes through each unit, so that autograd runs the backward of all
+    # units, in one order on every rank: else ranks would send unlike reductions.
     unit_token = state.token
     token = None if unit_token is None else unit_token.latest
     with label(call.name, "forward"):
         calls, shards, flats, positions = _find_buffers(arguments, call, runtime)
-        # A recompute reads what the backward has gathered; one of a call whose graph
-        # was forgotten as a whole is a forward of its own.
+        # A recompute takes the calls of the first run, whose buffers the backward may
+        # have gathered. Where one `remat` lies in another, the first run of the inner
+        # one is in the outer one's recompute, and saves nothing: it gathers anew.
         recompute = state.recompute and not state.saves_nothing
         calls = runtime.before_forward(calls, shards, call.frame.casts, recompute)
         boundary = UnitBoundary(runtime, calls, shards)
         token, views = boundary.enter(flats, token, apart=call.frame.staged)
+    # The token moves on before the unit runs: units that this one calls come after it.
     if unit_token is not None and token is not None:
         unit_token.latest = token
     for i, view in zip(positions, views, strict=True):
@@ -147,8 +149,8 @@ def _gather_and_forget(
         tree.unflatten(arguments.treedef, leaves), *arguments.inputs, **arguments.named
     )
     outs, out_def = tree.flatten(out)
-    # A compiled backward that recomputes takes the parameters, so it gathers them also
-    # where no saved tensor lies in the buffer.
+    # The backward of a compiled unit that recomputes reads the parameters: they are
+    # gathered for it also where no saved tensor lies in the buffer.
     if call.frame.compiler is not None:
         if any(h.reads_again(call) for h in call.frame.handlers):
             boundary.calls[0].gathers_again = True
@@ -164,7 +166,8 @@ def _gathered_positions(
     options: ShardOptions, leaves: Sequence[Leaf], call: Call
 ) -> list[int]:
     """Returns the positions of this shard's leaves that no nested unit gathers."""
-    # A buffer is named by the unit that gathers it: "block/norm" in "block".
+    # A buffer is named by the unit that gathers it: "block/norm" in "block". With
+    # `whole` the outer unit gathers that too, as it runs nested units as functions.
     nested = "" if call.unit.whole else call.name + "/"
     positions, previous, is_gathered = [], None, False
     for i, x in compress(enumerate(leaves), map(is_sharded, leaves)):
@@ -186,6 +189,8 @@ def _unaveraged_positions(
 
     Others are averaged when the enclosing ``value_and_grad`` ends.
     """
+    # Under `torch.func` the derivative may be taken and used before a gradient call
+    # ends, and in forward mode nothing requires grad: there all leaves are averaged.
     positions = []
     for i, x in enumerate(leaves):
         if isinstance(x, Tensor) and (composable or x.requires_grad):
@@ -203,11 +208,13 @@ def _enter_whole(
     inputs: PyTree,
 ) -> None:
     """Applies ENTER to replicated parameters, so that their gradients are averaged."""
-    # State leaves are averaged when the gradient call ends; in a pipelined loss what is
-    # left was made by the loss, and the stages know not whose it is.
+    # Leaves of the state are averaged when the gradient call ends. What is left in a
+    # pipelined loss was made by the loss: nothing tells there if it is one value on all
+    # ranks, to be averaged, or this rank's own.
     if call.frame.staged:
         raise LawError(_MADE_IN_LOSS.format(call.name))
     where = get_group(options.axes, here(options.mesh))
+    # Averaged over the ranks, a derivative by one sample would mix different samples.
     for i in positions:
         check_derivatives(call, [leaves[i]], inputs)
         with label(call.name, "forward"):
@@ -246,12 +253,14 @@ def _find_buffers(
             shard, flat = packed_buffer_of(members, runtime.coordinates)
             # A lookup makes the groups, now: a backward pass does not know the mesh.
             runtime.groups[shard.split_axes]
+        # Gathered in the dtype of the unit: a cast after the gather would send more
+        # bytes, and autograd would save the cast copy until the backward.
         dtype = shard.flat.dtype
         dtypes = BufferDtypes(dtype, dtype)
         if f.casts is not None and wanted is not None:
             dtype = _gathered_dtype(dtype, [wanted[i] for i in positions])
             dtypes = BufferDtypes(dtype, dtype)
-            if not dtype.is_complex:  # of complex numbers `precision` changes nothing
+            if not dtype.is_complex:  # `precision` leaves complex numbers as they are
                 reduced = f.casts.reduce or dtype
                 dtypes = BufferDtypes(dtype, reduced, f.casts.gradients)
         views = []
@@ -278,13 +287,18 @@ def _gather_composably(
         layout = members[0].layout
         flat = join_differentiably(members, runtime.coordinates)
         shard = members[0].packed
+        # An offloaded range is copied to the device by an operation with a derivative.
         if shard is not None:
             flat = flat.to(shard.space.on_device(shard.flat).device)
+        # `casts.reduce` and `casts.gradients` do not count here: autograd reduces in
+        # the dtype of the gather, and returns a gradient in that of the parameter.
         if casts is not None:
             wanted = casts.each(call.name, arguments.treedef)
             flat = flat.to(_gathered_dtype(flat.dtype, [wanted[i] for i in positions]))
         name = f"{call.name}({layout.name})"
         flat = gather_buffer(runtime, flat, layout, name)
+        # The backward of a view refuses the sparse gradient that an embedding may have:
+        # `DenseGrad` makes it dense.
         for i, x in zip(positions, members, strict=True):
             offset, shape = x.layout.flat.offset, x.layout.unit_shape
             whole = DenseGrad.apply(
@@ -344,16 +358,18 @@ class UnitBoundary(NamedTuple):
         tracked = token is not None
         for flat in flats:
             tracked = tracked or flat.requires_grad
+        # Nobody differentiates by the parameters: a node would only cost time.
         if not (tracked and torch.is_grad_enabled()):
             views: list[Tensor] = []
             for call in self.calls:
                 views += call.parameter_views()
             return token, views
+        # A pipeline differentiates by some parameters alone, and by no token.
         expects_token = token is not None and not apart
         entered: Any = _Enter.apply((self, expects_token), token, *flats)
         if apart:
-            # Through a node of its own: for the gradient of one output of a node the
-            # engine runs what leads to any of them.
+            # Each output gets a node of its own. For the gradient by one output of a
+            # node, autograd's engine runs everything that leads to any of its outputs.
             entered = [None if x is None else x.view_as(x) for x in entered]
         token, *views = entered
         return token, views
@@ -375,40 +391,49 @@ class UnitBoundary(NamedTuple):
             state: the pass that runs, such as a recompute.
         """
         runtime, calls, (views, others) = self.runtime, self.calls, arguments
-        # What a recompute saves is read by the backward that it runs in: nothing is
-        # freed between. Nor is what stays to the backward, or belongs to the state.
+        # Saved views are replaced where the buffer is dropped before the backward: not
+        # if it is kept for that, or belongs to the state. Nor in a recompute: the
+        # backward that runs it reads at once what it has saved.
         storage_keys, to_forget, first_view = [], [], 0
         for call, shard in zip(calls, self.shards, strict=True):
             storage_keys.append(_torch.storage_key(views[first_view]))
             if not state.recompute and call.lifetime is Lifetime.CALL:
-                # By the view: an inner unit's call may have dropped the buffer since.
+                # Found by a view, as `call.full` is None by now if the call of an inner
+                # unit has dropped the buffer.
                 offset = int(views[first_view].storage_offset()) - call.views[0][2]
                 to_forget.append((call, shard, storage_keys[-1], offset))
             first_view += len(call.views)
+        # Outputs without grad do not pass through `_Exit`, where they would get one.
         tracked_positions, roots = [], []
         for i, y in enumerate(outs):
             if isinstance(y, Tensor):
-                # An output in the buffer's memory would be overwritten with that.
+                # The next unit's gather overwrites the buffer's memory: an output that
+                # lies in it, such as a parameter that is returned, moves out.
                 if _torch.storage_key(y) in storage_keys:
                     outs[i] = y = y.clone()
                 if y.requires_grad:
                     tracked_positions.append(i)
                     roots.append(y.grad_fn)
+        # Without grad the old token goes on: a new one would have no history, and the
+        # backward would not reach the units before this one.
         if not tracked_positions and token is None or not torch.is_grad_enabled():
-            return token  # one made without grad would break the order of units
+            return token
         if to_forget and state.saves_nothing:
-            # A recompute makes the whole graph anew: nothing is saved that a hook could
-            # replace.
+            # No hooks: this run saves nothing, and a recompute, which reads the
+            # parameters, makes the graph anew.
             calls[0].gathers_again = True
         elif to_forget:
             # The walk ends at the arguments, behind which other units' graphs begin.
             stop = set()
             for x in (*views, *others):
+                # By the field: to read `local` would make a part that is in no graph.
                 x = x._part if isinstance(x, Sharded) else x
                 if isinstance(x, Tensor):
                     stop.add(x.grad_fn)
             graph_nodes: list[Any] = _torch.graph_nodes(roots, stop)
             hook_count = 0
+            # `remat` saves the arguments, parameters too, in nodes that no output leads
+            # to; unhooked these would hold the buffer until the backward.
             if savers:
                 graph_nodes += [x.grad_fn for x in savers]
             for call, shard, storage_key, offset in to_forget:
@@ -417,6 +442,7 @@ class UnitBoundary(NamedTuple):
             # A backward that reads no parameter (of a sum, say) needs no gather.
             if hook_count:
                 calls[0].gathers_again = True
+        # Those of a recompute were noted by the first run.
         if not state.recompute:
             runtime.after_forward(calls)
         token, *exits = _Exit.apply(
@@ -445,7 +471,9 @@ class _Enter(torch.autograd.Function):
         # A missing gradient stays None: zeros would be made, packed and added.
         ctx.set_materialize_grads(False)
         entered = [None if token is None else token.clone()]
-        frozen: list[Tensor] = []  # no derivative by these is computed, as without us
+        # Nobody differentiates by these. Unmarked they would require grad, as all
+        # outputs of a Function do if one input does, and cost derivatives.
+        frozen: list[Tensor] = []
         needed = ctx.needs_input_grad[2:]
         for call, tracked in zip(ctx.boundary.calls, needed, strict=True):
             entered += (views := call.parameter_views())
@@ -461,9 +489,9 @@ class _Enter(torch.autograd.Function):
         runtime, calls = boundary.runtime, boundary.calls
         with label(calls[0].name, "backward"):
             before, gradients, i = runtime.after_backward(calls), [], 0
-            # The backward of the gradient call has a gradient of the token (a pipeline
-            # asks for each parameter). Without one, the loss differentiates a value
-            # between units: such a gradient is no part of the sums.
+            # A backward of the whole loss brings a gradient of the token, but for a
+            # pipeline's, by single parameters. If one is missing, the loss itself
+            # differentiates a value between units, and that is no part of the sums.
             of_gradient_call = token is not None or not ctx.expects_token
             pairs = zip(calls, boundary.shards, strict=True)
             for k, (call, shard) in enumerate(pairs):
@@ -476,6 +504,8 @@ class _Enter(torch.autograd.Function):
                     parts = gradients_by_offset(call.views, view_grads, dtype)
                     g = pack_parts(parts, shard, dtype) if tracked else None
                 elif of_gradient_call and call.summed_by_runtime or tracked:
+                    # What is no part of the sums is not handed to the call before,
+                    # whose backward may not come.
                     shared_by = before if of_gradient_call else []
                     g = runtime.add_gradient(call, shard, view_grads, shared_by)
                 if g is not None:  # autograd sums it
@@ -506,6 +536,8 @@ class _Exit(torch.autograd.Function):
     ) -> tuple[Tensor | None, ...]:
         boundary: UnitBoundary = ctx.boundary
         name = boundary.calls[0].name
+        # Autograd refuses a second pass only at nodes that saved tensors, and this one
+        # saves none: gradients would be summed twice.
         if ctx.is_freed:
             raise RuntimeError(_FREED.format(name))
         ctx.is_freed = not _torch.keeps_graph()
@@ -574,10 +606,13 @@ def gather_buffer(
         name: the buffer's, for the ledger.
     """
     _check_exact(runtime)
+    # The derivative takes these maps in reverse: it reduces over `where` first, so that
+    # replicas average ranges, not whole buffers.
     enter, gather = replace(ENTER, name=name), replace(GATHER, name=name)
     where, replicas, blocks = runtime.groups[layout.split_axes]
     if replicas is not None:
         flat = apply_map(flat, enter, replicas)
+    # A buffer that is whole is not sent. It enters, so that its gradient is averaged.
     if where is not None:
         is_split = layout.flat is not None and layout.flat.size > 1
         flat = apply_map(flat, gather if is_split else enter, where)
