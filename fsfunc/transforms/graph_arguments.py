@@ -62,6 +62,7 @@ class Arguments:
         self.number_positions: list[int] = [
             i for i, x in enumerate(state) if type(x) in (int, float)
         ]
+        # In the graph they are float64 tensors, exact for integers up to 2**53 only.
         for i in self.number_positions:
             if type(x := self.leaves[i]) is int and float(x) != x:
                 raise ValueError(_LARGE.format(x))
@@ -114,8 +115,8 @@ class Arguments:
                 n = buffer_numbers.setdefault(id(x), len(buffer_numbers))
                 key.append((n, placement_of(x)))
             elif i in self.number_positions:
-                key.append(type(x))
-            elif isinstance(x, CONSTANT):
+                key.append(type(x))  # its value is an input
+            elif isinstance(x, CONSTANT):  # Python may branch on it, so its value counts
                 key.append((type(x), x))
             else:
                 raise TypeError(_ODD.format(f"a {type(x).__name__}"))
@@ -125,13 +126,15 @@ class Arguments:
         """Returns the same arguments as tensors without data, in a mode of these."""
         leaves = list(shadows(mode, self.leaves))
         inputs = distinct_buffers(leaves)
+        # As tensors, or the graph would have the numbers of the traced call for ever.
         for i in self.number_positions:
             with mode:
                 leaves[i] = torch.empty((), dtype=torch.float64, device="cpu")
             inputs.append(leaves[i])
+        # A gathered buffer is no input of the graph: it is gathered there.
         for x in leaves:
             if isinstance(x, Sharded) and x.packed is not None:
-                x.packed.whole = None  # it is gathered in the graph
+                x.packed.whole = None
         args, keywords = tree.unflatten(self.treedef, leaves)
         return Shadows(args, keywords, inputs)
 
@@ -158,6 +161,7 @@ def distinct_buffers(leaves: Sequence[Leaf]) -> list[Tensor]:
 def _describe_buffer(x: Tensor) -> tuple[Hashable, ...]:
     """Returns the properties of a tensor that a graph depends on."""
     plain = x.layout == torch.strided and type(x) in (Tensor, torch.nn.Parameter)
+    # Equal properties must mean one graph: a lazy conjugate has a bit that they miss.
     if not plain or x.is_conj() or x.is_neg():
         raise TypeError(
             _ODD.format(f"a {type(x).__name__} that is sparse, or conjugated lazily")
