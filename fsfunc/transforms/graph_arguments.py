@@ -116,7 +116,7 @@ class Arguments:
                 key.append((n, placement_of(x)))
             elif i in self.number_positions:
                 key.append(type(x))  # its value is an input
-            elif isinstance(x, CONSTANT):  # Python may branch on it, so its value counts
+            elif isinstance(x, CONSTANT):  # Python may branch on its value
                 key.append((type(x), x))
             else:
                 raise TypeError(_ODD.format(f"a {type(x).__name__}"))

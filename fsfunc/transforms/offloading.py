@@ -209,8 +209,8 @@ class _Offload(Interpretation):
             self._check_offloaded(args[0])
         with inside(outer.replace(handlers=handlers)):
             out = f(*args, **keywords)
-        # What an optimizer updates stays in its place. Other new leaves are made on the
-        # device, as those of an update that is not in place.
+        # An update in place leaves its leaves where they are; others that the step
+        # makes may lie on the device.
         if places is None or not places.any_offloaded:
             return out
         return places.move_output(out)
@@ -428,7 +428,7 @@ class _StoredStorage:
 
     def fetch(self) -> Tensor:
         """Returns the bytes on the device: one copy for all that read them."""
-        # By weakref: the copy on the device lives while a node of the backward reads it.
+        # By weakref: the copy on the device lives while nodes of the backward read it.
         fetched = None if self._fetched is None else self._fetched()
         if fetched is None:
             fetched = self.stored.new_empty(self.stored.shape, device=self.device)

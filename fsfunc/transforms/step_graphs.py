@@ -97,7 +97,8 @@ class _Graphs:
 
     def __call__(self, args: tuple[PyTree, ...], keywords: dict[str, PyTree]) -> PyTree:
         arguments = Arguments(args, keywords)
-        # Autograd cannot differentiate what the graph returns.
+        # Autograd cannot differentiate what the graph returns. And inference tensors
+        # have no versions, by which a write of the graph would show.
         if torch.is_inference_mode_enabled() or any(
             x.requires_grad for x in arguments.buffers
         ):
@@ -109,6 +110,9 @@ class _Graphs:
         key = this_rank, options, arguments.key
         graph = self.graphs.get(key)
         if graph is None:
+            # Without the shapes of the batch, which ranks may be given at different
+            # times: one that ran without a graph beside others' graphs would round
+            # otherwise than they do.
             eager_key = this_rank, options, arguments.eager_key()
             if eager_key not in self.eager_calls:
                 out = self.f(*args, **keywords)
@@ -117,6 +121,7 @@ class _Graphs:
                 return out
             eager_call = self.eager_calls[eager_key]
             graph = self._trace(key, eager_call, arguments, donated is not None)
+        # Ranks have graphs of their own, which their threads compile one after another.
         if graph.kernels is None:
             with self.lock:
                 graph.compile(arguments, self.backend, self.options)
@@ -171,10 +176,11 @@ class StepGraph:
         Raises:
             RuntimeError: the compiler cannot take it.
         """
-        if self.kernels is not None:  # another rank's thread was first
+        if self.kernels is not None:  # another thread, of no rank, was first
             return
         graph, tensors = self.traced.graph, arguments.graph_inputs()
-        # Alone in its memory, as `_copy_shared` makes it in a call.
+        # The compiler is shown examples. One that is written is alone in its memory, as
+        # `_copy_shared` makes it in each call.
         for i in self.traced.written_inputs:
             tensors[i] = torch.empty_like(tensors[i])
         inputs = self._inputs(tensors)
@@ -224,9 +230,10 @@ class StepGraph:
         return out
 
     def _copy_shared(self, tensors: list[Tensor], donated: Donation) -> None:
-        """Copies, in place, inputs that are written and whose memory others use too.
+        """Replaces inputs that are written and whose memory others use by copies.
 
-        So too a part of larger memory: in the graph that is gathered anew.
+        So too a part of larger memory, such as a range of its gathered buffer: the
+        graph gathers into other memory, and the new state would hold the old buffer.
         """
         donated.add_made()
         written = self.traced.written_inputs
@@ -257,6 +264,8 @@ class StepGraph:
             if source is None:  # a constant
                 leaves.append(x)
                 continue
+            # A graph returns tensors: the kind of a leaf and its layout are those of
+            # the call without it.
             is_input, i = source
             value = tensors[i] if is_input else made[i]
             was_written = is_input and i in written

@@ -259,13 +259,13 @@ class LocalUpdates(Interpretation):
     def enter(self, outer: Frame, this_rank: Here) -> Frame:
         """Returns the frame of a call, whose units draw numbers of the rank's own."""
         coordinates = this_rank.mesh.coordinates(this_rank.rank)
-        places = tuple((coordinates[a], self.mesh.axes[a]) for a in self.axes)
-        batch_places, handlers = (*outer.batch_places, *places), (*outer.handlers, self)
+        own = tuple((coordinates[a], self.mesh.axes[a]) for a in self.axes)
+        new_places, handlers = (*outer.batch_places, *own), (*outer.handlers, self)
         # Ranks train copies: a collective of the step over these axes is refused.
         at = replace(
             this_rank, independent_axes=(*this_rank.independent_axes, *self.axes)
         )
-        return replace(outer, handlers=handlers, batch_places=batch_places, here=at)
+        return replace(outer, handlers=handlers, batch_places=new_places, here=at)
 
     def _check_arguments(
         self, args: tuple[PyTree, ...], keywords: dict[str, PyTree]
