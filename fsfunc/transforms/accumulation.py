@@ -231,6 +231,7 @@ class _Sums:
     def add(self, outcome: Outcome) -> None:
         """Adds an outcome, without writing into its memory."""
         self.count += outcome.count
+        # The first is taken as it is: sums that begin at zero would be memory more.
         if self.sum is None:
             self.sum, self.grads = outcome, outcome.grads
             self.is_writable = outcome.is_writable

@@ -77,9 +77,10 @@ class Arguments:
         self.key: tuple[Hashable, ...] = self._make_key()
 
     def eager_key(self) -> tuple[Hashable, ...]:
-        """Returns the key by which calls share one without a graph.
+        """Returns a key for a call without a graph, on which later calls rest.
 
-        As they share a type check: the shapes of the batch take no part.
+        Of the batch the shapes take no part in it, as they take none in the key of a
+        type check (`signature`).
         """
         of_any_batch, *_ = signature(self.leaves, self.treedef)
         state = self.leaves[: self.state_def.num_leaves] if self.state_def else []

@@ -145,6 +145,8 @@ def checkpoint_name(x: Tensor, name: str) -> Tensor:
     [1.0, 1.0]
     """
     for tape in _TAPES.get():
+        # Else tapes would count the operators of `name` among the unit's, in the first
+        # run alone.
         with internal():
             tape.name(x, name)
     return x

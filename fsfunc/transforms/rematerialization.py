@@ -143,6 +143,7 @@ class _Remat(Interpretation):
 
     @property
     def configuration(self) -> tuple[tuple[str, Any], ...]:
+        # As values that compare and print alike on all ranks: names are a set.
         policy = self.policy
         if isinstance(policy, Policy):
             policy = (type(policy).__name__, *sorted(policy.names))

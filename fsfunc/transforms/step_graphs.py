@@ -191,6 +191,7 @@ class StepGraph:
         try:
             self.kernels = operator_graphs.compile_graph(graph, inputs, options)
         except Exception as error:
+            # The compiler's errors are of many classes, and go on with its own frames.
             first_line = str(error).strip().partition("\n")[0]
             raise RuntimeError(_REFUSED.format(first_line)) from error
 
@@ -299,6 +300,8 @@ def _leaf_over(
     shard = like.packed
     if shard is None:
         return like.with_local(value)
+    # All leaves of a buffer at once: they share one `FlatShard`, by which an optimizer
+    # updates them as one tensor.
     if id(value) not in by_buffer:
         leaves = FlatShard(
             shard.members, value, shard.coordinates, _spans=shard.spans

@@ -160,6 +160,7 @@ class StepTrace:
                 with inside(around), in_graph() as self.before, self.claims:
                     self.out = f(*args, **keywords)
                 made = distinct_buffers(tree.leaves(self.out, is_leaf=is_sharded))
+                # What lies in an input is taken from there when the graph has run.
                 return [x for x in made if id(x) not in input_ids]
 
             yield run, inputs

@@ -280,6 +280,8 @@ class _LowRankSum(Handle):
 
     def wait(self) -> Tensor:
         if self.sum is None:
+            # The second collective starts in the wait, and counts in the ledger as one
+            # of the unit's backward, whoever waits.
             with label(self.buffer.partition(":")[0], "backward"):
                 self.sum = self._finish()
         return self.sum
