@@ -137,7 +137,8 @@ class _Accumulate(Interpretation):
 
     def gradient(self, run: RunGradient) -> RunGradient:
         def accumulate_gradients(call: GradientCall) -> Outcome:
-            if frame().in_loss > self.depth:  # a derivative that the loss itself takes
+            # A derivative that the loss itself takes: it is within one microbatch.
+            if frame().in_loss > self.depth:
                 return run(call)
             batch = Microbatches(
                 call, self.n, self.batch_argnums, "accumulate", even=True
@@ -168,7 +169,8 @@ class _Accumulate(Interpretation):
                     if sums_in_place and sums.is_writable:
                         part = part.replace(earlier_grads=sums.grads)
                     sums.add(batch.take_row_gradients(run(part), by_rows))
-                    # It refers to the sums of before, which new ones may replace.
+                    # It refers to the sums so far (`earlier_grads`), which would live
+                    # on beside new ones that replace them.
                     del part
                 i += 1
                 if rounds is not None:
@@ -179,7 +181,8 @@ class _Accumulate(Interpretation):
                     skipped = rounds.after(Round(handed, sums.is_writable, left, i - 1))
                     by_rows += by_rows[-1:] * skipped
                     i += skipped
-                    # The last microbatch was skipped, which would have done this.
+                    # `shard` goes on to the next unit calls when the last microbatch is
+                    # over; here that was skipped.
                     if skipped and i == self.n:
                         for _, runtime in f.runtimes:
                             runtime.advance(f.micro)

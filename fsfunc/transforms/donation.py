@@ -141,7 +141,7 @@ def donate(step: Callable[_P, _R]) -> Callable[_P, _R]:
             if marks_late:
                 out = _replace_unwritten(out, leaves)
         except BaseException as error:  # Ctrl-C too may come between two writes
-            # Of no write yet the caller may go on with the state.
+            # Where nothing was written yet, the caller may go on with the state.
             spoiled = versions != memory.versions()
             for leaf in leaves:
                 spend(leaf, _SPOILED) if spoiled else unspend(leaf)

@@ -66,8 +66,10 @@ def _call_step(
     outer = frame()
     if outer.tracer is not None or outer.composable or _torch.fake_active():
         return f(*args, **keywords)
+    # A mode that all ranks enter, as one that computes without rounding, has to see the
+    # step's operators, which compiled kernels are not.
     if _torch.modes_of_ranks():
-        return f(*args, **keywords)  # they compute what the graph is to compute
+        return f(*args, **keywords)
     if outer.handlers or outer.in_loss or outer.path:
         raise ValueError(_WITHIN)
     return graphs(args, keywords)
@@ -199,7 +201,8 @@ class StepGraph:
         return [*tensors, *self.traced.constants]
 
     def __call__(self, arguments: Arguments, donated: Donation | None) -> PyTree:
-        # The comparisons of ranks that `shard` makes around a call of the step.
+        # The comparisons of ranks that `shard` makes around a call of the step, by the
+        # rank's own link: that of the trace sends nothing.
         comparisons = []
         for first_calls, f, traced_frame in self.trace.compared:
             now = traced_frame.replace(here=with_current_link(traced_frame.here))
@@ -211,6 +214,9 @@ class StepGraph:
         # Numbers that the step draws and does not use: generators go on as without.
         for _ in range(self.trace.before.unused_draws):
             draw_number()
+        # Rates are constants of the graph: tensors that are written before each run.
+        # What optimizers claimed in the trace to be equal on all ranks is compared by
+        # these calls too.
         with self.trace.claims.repeat_for([context for *_, context in comparisons]):
             for fn, i, rate in self.trace.asked:
                 rate.copy_(torch.as_tensor(fn(arguments.leaves[i])))

@@ -159,7 +159,9 @@ class StackLayouts:
         return converted
 
     def _convert_layout(self, layout: Layout, convert: ConvertLayout) -> Layout:
-        if not layout.name and not layout.flat:  # made for one look at a plain leaf
+        # A plain leaf has none of its own: this one was made for it just now, and a
+        # table by id would grow with each step.
+        if not layout.name and not layout.flat:
             return convert(layout)
         if id(layout) not in self._layouts:
             converted = convert(layout)

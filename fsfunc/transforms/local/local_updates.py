@@ -220,6 +220,7 @@ class LocalUpdates(Interpretation):
         # over that memory: unknown, they would keep the optimizer from writing it.
         if outer.donated is not None:
             outer.donated.add(tree.leaves(copy, is_leaf=is_sharded))
+        # `internal`, here and below: these operators are the library's, not the step's.
         with internal(), torch.no_grad():
             params = getattr(copy, "params", None)
             from_before = self.before_step(state, params, where)

@@ -251,6 +251,8 @@ def _levels_inwards(where: RankGroup, across: str) -> list[RankGroup]:
     """Returns the levels of a gather, that of ``across`` first; none without it."""
     levels = [level for level in where.levels if level.size > 1]
     first = [level for level in levels if level.axis == (across,)]
+    # The others from the last axis to the first: what is gathered last lies outermost.
+    # So where ``across`` is the last axis, nothing has to be permuted (`_find_target`).
     return first and first + [x for x in reversed(levels) if x is not first[0]]
 
 
