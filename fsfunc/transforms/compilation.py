@@ -178,7 +178,7 @@ class _Compiler:
     def __init__(self, patterns: Sequence[str], options: dict[str, Any]):
         self.patterns, self.options = patterns, options
         # By unit, and by the share that it saves (see `saved_share`); or by the rule of
-        # an update, and by its name. Weakly: with a unit goes what was compiled for it.
+        # an update, and by its name. Weakly: what is compiled for a unit goes with it.
         self._compiled: WeakKeyDictionary[Any, dict[Any, Callable[..., Any]]]
         self._compiled = WeakKeyDictionary()
         inductor_options = options.get("options") or {}
@@ -254,8 +254,8 @@ def _naming_errors(compiled: Function, name: str) -> Function:
         try:
             return compiled(*args, **keywords)
         except Exception as error:
-            # An error of the unit itself passes as it is. What a collective raises
-            # while it is traced comes wrapped in the compiler's: its text is left.
+            # An error of the unit itself passes as it is. Collectives may not be traced
+            # (`outside_graphs`): the compiler's error has that reason in its text.
             if _torch.is_compiler_error(error):
                 if NOT_IN_GRAPHS in str(error):
                     message = _COLLECTIVE.format(name, source_line())

@@ -183,9 +183,9 @@ class Memory:
         self.leaves, self.all_plain = leaves, _are_plain(leaves, dense)
         self.storages: list[UntypedStorage] = []
         # For speed alone: what follows would find the same. `Donation.are_alone` needs
-        # the storages anyway, and their address is the key that `storage_key` asks
-        # torch for, tensor by tensor (and which a sparse tensor below has no storage
-        # for). With `tree.fitted`, 0.79 -> 0.65 ms for 150 leaves.
+        # the storages anyway, and `_cdata` is their address, which `storage_key` asks
+        # torch for, tensor by tensor. Below it has to be asked: a sparse tensor has no
+        # storage.
         if self.all_plain:
             self.tensors = self.written = dense
             self.storages = list(map(Tensor.untyped_storage, self.written))

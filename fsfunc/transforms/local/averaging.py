@@ -196,8 +196,8 @@ def _unpacked_leaf(
     return Sharded(local, layout) if layout.parts else local
 
 
-# Elements: what is smaller travels together, as a message costs time whatever its size.
-# What is larger would be copied for little.
+# Elements: what is smaller travels together, as each message costs time whatever its
+# size. To join what is larger would save little, and copy it.
 _BUCKET = 1 << 22
 
 

@@ -214,7 +214,7 @@ def gradients_by_offset(
     """
     gradients: dict[int, Tensor] = {}
     for (_, _, offset), g in zip(views, grads, strict=True):
-        # An empty one has the offset of its neighbour, and would replace its gradient.
+        # An empty one has the offset of its neighbour: it would be added to that.
         if g is None or not g.numel():
             continue
         g = to_strided(g).reshape(-1)
