@@ -113,6 +113,8 @@ class Arguments:
                     offset = x.packed.flat.storage_offset() if is_whole else 0
                     key.append((shard, offset, *x.packed.coordinates.items()))
             elif isinstance(x, Tensor):
+                # Not by its place in memory: a slice of one batch is like the next one,
+                # and ranks, whose places differ, must have graphs in the same calls.
                 n = buffer_numbers.setdefault(id(x), len(buffer_numbers))
                 key.append((n, placement_of(x)))
             elif i in self.number_positions:

@@ -173,6 +173,7 @@ def _find_store(
 
 def stores_of(f: Callable[..., Any]) -> Stores:
     """Returns the stores of the ``offload`` in a transformed function."""
+    # Each kind of memory may have an `offload` of its own.
     stores = Stores()
     for h in getattr(f, "interpretations", ()):
         if isinstance(h, _Offload):

@@ -187,6 +187,7 @@ class _Remat(Interpretation):
             return None
         is_partitioned = f.compiler is not None and f.compiler.partitions_call(call)
         if self.min_cut is not None:
+            # Else nobody would choose what is kept, and the memory be another one.
             if not is_partitioned:
                 raise ValueError(_UNCOMPILED.format(call.name))
             return self.min_cut.share
