@@ -9,7 +9,7 @@ from fsfunc.comm.tracebacks import api_boundary
 
 @api_boundary
 def run() -> int:
-    """The exit status of this process's command line."""
+    """Runs the command line of this process, and returns its exit status."""
     try:
         status = main()
         sys.stdout.flush()

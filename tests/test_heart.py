@@ -75,12 +75,12 @@ def code(path):
 
 def test_the_heart_is_small():
     found = heart()
-    assert len(found) <= 56
-    assert sum(map(code, found.values())) <= 7960
+    assert len(found) <= 57
+    assert sum(map(code, found.values())) <= 8660
 
 
 @pytest.mark.parametrize(
-    ("more", "files", "lines"), [((), 87, 13_350), (STEP, 126, 20_500)]
+    ("more", "files", "lines"), [((), 88, 14_860), (STEP, 128, 22_820)]
 )
 def test_what_is_around_it_is_as_large_as_the_readmes_say(more, files, lines):
     found = needed([*(f"transforms.{name}" for name in PUBLIC), *more])

@@ -22,8 +22,10 @@ must say the same (`check_files`), so damage is missed only if both are wrong, a
 A sealed file has the contents of a manifest in the ``__metadata__`` of its header, with
 checksums of the header and of the data. Other readers of safetensors ignore them.
 
-A new column of the table (a fact about each leaf) is a field of `StoredTensor` and a
-line of `COLUMNS`.
+A new column of the table (a fact about each leaf) is a field of `StoredTensor`, a line
+of `COLUMNS`, and its value in `tasks._derive_table`. `stored.validate` checks what is
+read. A version that does not know the column refuses a file with it, so the number of
+the format is raised.
 """
 
 from __future__ import annotations

@@ -84,7 +84,7 @@ class PerRank(list[_R]):
     asked: tuple[str, ...] = ()
 
     def unzip(self) -> tuple[PerRank[Any], ...]:
-        """Of a list of tuples, a tuple of lists: ``states, metrics = out.unzip()``.
+        """Makes a tuple of lists of a list of tuples: ``states, metrics = out.unzip()``.
 
         >>> PerRank([(1, "a"), (2, "b")]).unzip()
         ([1, 2], ['a', 'b'])

@@ -3,7 +3,8 @@
 A row, an :class:`Operation`, has all that there is to say of one collective: its types
 and transposes, the bytes that it sends, the shape of its result, what each rank
 receives, how processes move it, and its rounds for an estimate. The linear maps, the
-ledgers and every backend read this table, and none of them knows a collective by name.
+ledgers and every backend read this table. No backend knows a collective by name; maps
+that are no collectives, such as a cast, have a table in `linear_maps`.
 
     n = 3 ranks, x_i of rank i        psum          all_gather        psum_scatter
     rank 0: x_0                       x_0+x_1+x_2   [x_0, x_1, x_2]   part 0 of the sum
@@ -15,10 +16,13 @@ To add a collective:
 1. A row here. A reduction is its `Fold`: every backend knows how to reduce. Any other
    has a ``reference``, which simulated ranks, ``vmap`` meshes and the type check run,
    and a ``route``, by which processes send; ``native`` if torch has it, for NCCL.
-2. If it takes an argument, a field of `linear_maps.LinearMap`, which the row names.
+2. If it takes an argument, a field of `linear_maps.LinearMap`, which the row names. If
+   its transpose is a map that sends nothing, that map's own transpose in
+   `linear_maps.LOCAL_TRANSPOSES`.
 3. Its function, as those in ``collectives``, with an example; if that is to be public,
    its name in ``fsfunc/__init__.py``, and other words for it in
-   ``cli/names_command.py``. ``show/charts.py`` may give it a colour.
+   ``cli/names_command.py``. ``show/charts.py`` may give it a colour, and
+   ``planning/hardware.py`` counts it among those whose ranks send in pairs, if so.
 
 ``tests/comm/test_new_collective.py`` adds one. A collective that is made of others
 needs none of this: see ``collective_pairs``.

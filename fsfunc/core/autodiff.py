@@ -110,6 +110,14 @@ def value_and_grad(
 ) -> Callable[Concatenate[_A, _B, _P], tuple[Tensor, tuple[_A, _B]]]: ...
 @overload
 def value_and_grad(
+    fn: Callable[Concatenate[_A, _B, _P], Loss],
+    argnums: Literal[1],
+    has_aux: Literal[False] = False,
+    *,
+    batch_argnums: Argnums | None = None,
+) -> Callable[Concatenate[_A, _B, _P], tuple[Tensor, _B]]: ...
+@overload
+def value_and_grad(
     fn: Callable[_P, Loss | tuple[Loss, Any]],
     argnums: int | Sequence[int] = 0,
     has_aux: bool = False,
@@ -124,7 +132,7 @@ def value_and_grad(
     *,
     batch_argnums: Argnums | None = None,
 ) -> Callable[..., tuple[Any, PyTree]]:
-    """A function that returns ``(value, grads)`` of the scalar ``fn``.
+    """Returns a function that computes ``(value, grads)`` of the scalar ``fn``.
 
     Under ``shard`` the loss is a mean over this rank's rows; value and gradients are
     those of the mean over the ranks.
@@ -236,7 +244,7 @@ def value(
     *,
     batch_argnums: Argnums | None = None,
 ) -> Callable[..., Any]:
-    """A function that returns the value of ``value_and_grad(fn)``, without gradients.
+    """Returns a function that computes the value of ``value_and_grad(fn)`` alone.
 
     For evaluation. Under ``shard`` each rank's loss is a mean over its own rows, and
     the value the mean over the ranks; under ``accumulate`` and ``pipeline`` it is the

@@ -107,7 +107,7 @@ class Interpretation:
             return f(*args, **keywords)
 
     def recorded(self, recorder: Tracer) -> Interpretation:
-        """The interpretation to use in its place while a step is recorded."""
+        """Returns what to use in its place while a step is recorded."""
         return self
 
     def here(self, mesh: Mesh) -> Here:

@@ -47,7 +47,7 @@ _R = TypeVar("_R")
 
 @api_boundary
 def unit(fn: Callable[_P, _R], *, whole: bool = False) -> Callable[_P, _R]:
-    """``fn`` as a unit: a function whose calls transforms may reinterpret.
+    """Makes ``fn`` a unit: a function whose calls transforms may reinterpret.
 
     Units are the granularity of gathers, recomputation, offload and pipeline stages.
     Without a transform around it, calling a unit calls ``fn``.

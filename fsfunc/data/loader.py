@@ -206,7 +206,7 @@ class Batches(Iterator[Any]):
         self._stream: Iterator[Any] | None = None  # made when the next is asked for
 
     def __len__(self) -> int:
-        """The number of batches in an epoch."""
+        """Returns the number of batches in an epoch."""
         return len(self._order)
 
     def __next__(self) -> Any:

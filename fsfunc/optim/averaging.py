@@ -63,7 +63,7 @@ class AverageState(NamedTuple):
     inner: State
 
     def evaluated(self, params: Tree) -> Tree:
-        """The average."""
+        """Returns the average."""
         return self.average
 
 

@@ -163,7 +163,8 @@ class Optimizer(_Functions):
             only writes. So several optimizers can share a step, and a step that fails
             leaves the state as it was. It may write into tensors of ``params`` and
             ``state`` if ``frame().donated`` allows it (`Donation.may_write`), and then
-            tells that which leaves it took (`Donation.take`); never into ``grads``.
+            tells that which leaves it took (`Donation.mark_written`); never into
+            ``grads``.
         interprets: ``interprets(state) -> GradientScope``: the interpretations that a
             train step computes its gradients in, if the optimizer needs some.
         elementwise: whether `update` treats each element by itself, so that a step of

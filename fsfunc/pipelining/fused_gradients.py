@@ -86,7 +86,7 @@ class Addition:
 
 
 def _nothing() -> None:
-    """The addition of a node to which no cotangent came."""
+    """Adds nothing: stands for a node to which no cotangent came."""
 
 
 def find_addition(node: Node, pool: BufferPool) -> Addition | None:

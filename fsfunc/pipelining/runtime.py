@@ -414,7 +414,7 @@ def _peer(a: Action) -> int:
 
 
 class RoundNoter(Protocol):
-    """What a tracer gives for a loop over microbatches (`core.tracers.Tracer.rounds`).
+    """What a tracer gives for a loop over microbatches (`Tracer.observe_rounds`).
 
     A plan's is `planning.rounds.Rounds`.
     """

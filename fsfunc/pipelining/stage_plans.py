@@ -7,7 +7,8 @@ into runs of consecutive ones, a run for each stage::
     calls:    embed  block  block | block  block  head      stages=[3, 3]
     stage 0:  embed  block  block | ──output of call 2──▶   stage 1
 
-`handler` asks `Cuts.of` for the cut of each microbatch, and `stages.StageRun` obeys it.
+`handler` asks `Cuts.cut_for` for the cut of each microbatch, and `stages.StageRun`
+obeys it.
 All programs of one loss are cut at the same calls, as parameters lie where their calls
 run.
 """

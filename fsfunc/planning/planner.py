@@ -154,7 +154,7 @@ def _mesh_of(step: Callable[..., PyTree], mesh: Mesh | None) -> Mesh:
 def _plan_everywhere(main: Callable[[], Plan], mesh: Mesh) -> Plan:
     """Returns the plans of every distinct program of a mesh, as one."""
     # An abstract mesh runs `main` for rank 0, and for others only along the axes whose
-    # coordinate it read (`asks`).
+    # coordinate it read (`note_axes_read`).
     plans = spmd(main, mesh)()
     n_alike = mesh.size // len(plans)
     ranks = (replace(p.ranks[0], alike=n_alike) for p in plans)

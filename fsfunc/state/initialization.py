@@ -101,8 +101,8 @@ def init_state(
 ) -> PyTree:
     """Returns the initial state of ``step``, of which each rank has its part.
 
-    The step is run once on fake tensors to find the leaves that its units take. The
-    state is a `TrainState`; under ``local_sgd`` and the like a `LocalState` of one.
+    The step is run on fake tensors to find the leaves that its units take. The state
+    is a `TrainState`; under ``local_sgd`` and the like it is a `LocalState` of one.
 
     A function that returns the parameters is run on fake tensors too; its values are
     then made leaf by leaf, this rank's part alone. Each operator draws random numbers

@@ -123,7 +123,7 @@ class TrainState(Generic[_Params]):
         return state_table(self, "a train state, as one rank has it")
 
     def _repr_html_(self) -> str:
-        """What a notebook shows: this rank's part of each leaf."""
+        """Returns what a notebook shows: this rank's part of each leaf."""
         return self._report()._repr_html_()
 
     def _repr_pretty_(self, printer: Any, cycle: bool) -> None:  # IPython's text

@@ -5,7 +5,7 @@ rank's part of a leaf (`types`). Programs that mix these up would give a wrong n
 without an error, so they are refused, by the rules that ``help(ff.shard)`` lists.
 
 The code of a first call, in the order in which it runs: `Sharding.call`;
-`Sharding.entered`, which asks whether calls of these shapes have been checked;
+`Sharding.enter`, which asks whether calls of these shapes have been checked;
 `TypeCheck.check`, which decides whether ranks compare their lines, and whether the step
 must be seen to repeat itself; `check`, whose blocks are the phases below; and
 `_DryRuns.run`, one run. Before its first real call a step is run
@@ -17,11 +17,11 @@ runs   where                         why
        `recorder.record`             which order (forward passes alone; if that raises,
                                      without the cache of fake tensors, and with
                                      backward passes)
-0, 1   the same, at its end:         to see that it repeats itself: run again, unless a
-       `steadiness`                  type check has given torch the same numbers
 0, 1   the same, if types are at     `check`, its phase 1; later calls of the same
        stake; else a call of new     shapes are not checked
        shapes
+0, 1   place, init_state, at their   to see that it repeats itself: run again, unless
+       end: `steadiness`             phase 1 has given torch the same numbers
 0, 1   a call, if nothing recorded   phase 2: to see that it repeats itself
        the step
 0, 1   with the next two, beside     phase 3: as another rank, if the step reads its

@@ -166,7 +166,7 @@ class StepTrace:
             yield run, inputs
 
     def _find_asked(self) -> list[tuple[Callable[[Leaf], Any], int, Tensor]]:
-        """Returns what `BeforeRuns` asked, with the positions of the leaves."""
+        """Returns what `RunPrologue` asked, with the positions of the leaves."""
         tensors = enumerate(self.shadow_leaves)
         positions = {id(x): i for i, x in tensors if isinstance(x, Tensor)}
         del self.shadow_leaves

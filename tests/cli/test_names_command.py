@@ -38,7 +38,7 @@ def test_the_command_prints_names_and_finds_words(capsys):
     said = capsys.readouterr().err
     assert "(there is: gradient, accumulation); fewer words find more" in said
     assert main(["names", "one_f_one"]) == 0
-    assert capsys.readouterr().out.startswith("ff.schedules.one_f_one_b: Return the")
+    assert capsys.readouterr().out.startswith("ff.schedules.one_f_one_b: Returns the")
 
 
 USERS = {

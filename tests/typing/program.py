@@ -45,6 +45,9 @@ reveal_type(with_aux)
 both = ff.value_and_grad(loss_fn, argnums=(0, 1))
 reveal_type(both)
 # (dict[str, Tensor], Tensor) -> tuple[Tensor, tuple[dict[str, Tensor], Tensor]]
+by_batch = ff.value_and_grad(loss_fn, argnums=1)
+reveal_type(by_batch)
+# (dict[str, Tensor], Tensor) -> tuple[Tensor, Tensor]
 evaluate = ff.value(loss_fn)
 reveal_type(evaluate)
 # (params: dict[str, Tensor], batch: Tensor) -> Tensor

@@ -57,7 +57,7 @@ class LocalState(Generic[_State]):
     axis: tuple[str, ...] = ()
 
     def replace(self, **changes: Any) -> Self:
-        """The state with some fields changed."""
+        """Returns the state with some fields changed."""
         return replace(self, **changes)
 
 
