@@ -75,9 +75,10 @@ class GraphLink(AbstractLink):
         ranks = here().mesh, where.axis, where.compared
         self.calls.append(GraphCollective(op, *ranks, name, how, current_label()))
         # The nodes have no derivative: it is the autograd.Function around this call
-        # that has one, and its backward starts another collective (`LinearMap`). With
-        # a graph `y`, which the node writes, would require gradients. Detached, as the
-        # handle holds `x` until it is awaited, and would hold its graph as long.
+        # that has one, and its backward starts another collective (`LinearMap`). In
+        # grad mode `y`, which the node writes, would come to require gradients.
+        # Detached, as the handle holds `x` until it is awaited, and would hold its
+        # graph as long.
         with torch.no_grad():
             x = x.detach()
             y = x.new_empty(result_shape(op, x, where, how))
