@@ -137,13 +137,16 @@ class _Accumulate(Interpretation):
 
     def gradient(self, run: RunGradient) -> RunGradient:
         def accumulate_gradients(call: GradientCall) -> Outcome:
-            if frame().in_loss > self.depth:  # a derivative that the loss itself takes
+            # A derivative that the loss itself takes: it is within one microbatch.
+            if frame().in_loss > self.depth:
                 return run(call)
             batch = Microbatches(
                 call, self.n, self.batch_argnums, "accumulate", even=True
             )
             # Of each microbatch the gradients by its rows, which are not summed.
             by_rows: list[RowGradients] = []
+            # A recording needs each unit call once; but shapes and auxiliary outputs
+            # are to be those of all microbatches.
             if self.runs_once:
                 outcome = batch.take_row_gradients(run(batch.part(0)), by_rows)
                 aux = divide_aux(reduce(add_aux, [outcome.aux] * self.n), self.n)
@@ -160,25 +163,33 @@ class _Accumulate(Interpretation):
                 tracer.begin_turn("m", i)
                 with inside(f.replace(micro=(*f.micro, (i, self.n)))):
                     part = batch.part(i)
+                    # `shard` adds each gradient as it is reduced: a rank then holds no
+                    # second copy of all its gradients. Not into the first microbatch's,
+                    # unless they are known to be nobody else's.
                     if sums_in_place and sums.is_writable:
                         part = part.replace(earlier_grads=sums.grads)
                     sums.add(batch.take_row_gradients(run(part), by_rows))
-                    # It refers to the sums of before, which new ones may replace.
+                    # It refers to the sums so far (`earlier_grads`), which would live
+                    # on beside new ones that replace them.
                     del part
                 i += 1
                 if rounds is not None:
+                    # Equal are rounds that begin with sums of equal kinds. The last is
+                    # left to run where it does more, as to reduce what was summed.
                     handed = [sums, *(runtime.sums for _, runtime in f.runtimes)]
                     left = self.n - i - (not _ends_alike(f))
                     skipped = rounds.after(Round(handed, sums.is_writable, left, i - 1))
                     by_rows += by_rows[-1:] * skipped
                     i += skipped
-                    # The last microbatch was skipped, which would have done this.
+                    # `shard` goes on to the next unit calls when the last microbatch is
+                    # over; here that was skipped.
                     if skipped and i == self.n:
                         for _, runtime in f.runtimes:
                             runtime.advance(f.micro)
             if rounds is not None:
                 rounds.end()
             tracer.begin_turn("", 0)
+            # bfloat16 loses terms from 128 on: with fewer no sum is looked at.
             for x in sums.carried().tensors if self.n > 99 else ():
                 warn_narrow(x, self.n)
             return batch.put_row_gradients(sums.outcome(), by_rows)
@@ -223,6 +234,7 @@ class _Sums:
     def add(self, outcome: Outcome) -> None:
         """Adds an outcome, without writing into its memory."""
         self.count += outcome.count
+        # The first is taken as it is: sums that begin at zero would be memory more.
         if self.sum is None:
             self.sum, self.grads = outcome, outcome.grads
             self.is_writable = outcome.is_writable
@@ -235,7 +247,8 @@ class _Sums:
                 "them outcome.with_mean(...), of the same gradients where none change"
             )
         weight = add_weights(a.weight, b.weight)
-        # `summed`: `shard` has added them already, to those that it was given.
+        # `shard` may have added them already, to the sums that it was given
+        # (`earlier_grads`).
         self.grads = (
             outcome.grads
             if outcome.includes_earlier
@@ -262,8 +275,12 @@ class _Sums:
         # Autograd may hand out one tensor twice, an expanded one, or the caller's own:
         # only sums that we made ourselves are written into.
         if _torch.functorch_active() or any(x.requires_grad for x in (*xs, *ys)):
-            sums = [x + y for x, y in zip(xs, ys, strict=True)]  # foreach has no vmap
+            # foreach has no rule for vmap; and sums that are differentiated again
+            # must not be written, so they are not marked as writable.
+            sums = [x + y for x, y in zip(xs, ys, strict=True)]
         else:
+            # Sums of offloaded gradients stay in their store: foreach would make them
+            # in other memory.
             offloaded = any_offloaded()
             sums = [*map(_add, xs, ys)] if offloaded else torch._foreach_add(xs, ys)
             count_as("gradients", sums)

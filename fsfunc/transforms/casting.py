@@ -80,7 +80,7 @@ def precision(
     dtypes = {"compute": compute, "reduce": reduce, "output": output, **by_pattern}
     dtypes["gradients"] = gradients
     for name, dtype in dtypes.items():
-        if dtype is None and name != "compute":
+        if dtype is None and name != "compute":  # a default, or an override to none
             continue
         if not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
             raise ValueError(

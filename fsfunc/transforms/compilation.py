@@ -177,8 +177,8 @@ class _Compiler:
 
     def __init__(self, patterns: Sequence[str], options: dict[str, Any]):
         self.patterns, self.options = patterns, options
-        # By unit, and by the share of its residuals that it saves; or by the rule of an
-        # update, and by its name.
+        # By unit, and by the share that it saves (see `saved_share`); or by the rule of
+        # an update, and by its name. Weakly: what is compiled for a unit goes with it.
         self._compiled: WeakKeyDictionary[Any, dict[Any, Callable[..., Any]]]
         self._compiled = WeakKeyDictionary()
         inductor_options = options.get("options") or {}
@@ -199,6 +199,7 @@ class _Compiler:
         if saves_named_values(call):
             raise ValueError(_NAMED.format(name))
         share = saved_share(call) if self.partitions else None
+        # Two ranks at once would make two functions, and each would compile its own.
         with self._lock:
             by_share = self._compiled.setdefault(call.unit, {})
             compiled = by_share.get(share)
@@ -226,6 +227,7 @@ class _Compiler:
         with self._lock:
             by_name = self._compiled.setdefault(rule, {})
             if name not in by_name:
+                # An update runs for each buffer of a model, of many sizes.
                 options = {**self.options, "fullgraph": True, "dynamic": True}
                 compiled = torch.compile(make(), **options)
                 by_name[name] = _naming_errors(compiled, name)
@@ -252,6 +254,8 @@ def _naming_errors(compiled: Function, name: str) -> Function:
         try:
             return compiled(*args, **keywords)
         except Exception as error:
+            # An error of the unit itself passes as it is. Collectives may not be traced
+            # (`outside_graphs`): the compiler's error has that reason in its text.
             if _torch.is_compiler_error(error):
                 if NOT_IN_GRAPHS in str(error):
                     message = _COLLECTIVE.format(name, source_line())

@@ -110,6 +110,8 @@ def donate(step: Callable[_P, _R]) -> Callable[_P, _R]:
         nonlocal structure
         leaves = None if structure is None else tree.fitted(structure, state)
         treedef = None
+        # Not fitted are other structures, sharded leaves, and plain leaves that are
+        # marked as spent, whose class is another: only here may a leaf be unusable.
         if leaves is None:
             leaves, treedef = tree.flatten(state, is_leaf=is_sharded)
             structure = treedef
@@ -118,8 +120,10 @@ def donate(step: Callable[_P, _R]) -> Callable[_P, _R]:
         memory = Memory(leaves)
         versions = memory.versions()
         is_saving = are_locked(memory.written)
-        # The step sees other objects over the same memory: these ones can be marked
-        # from now on. To mark them afterwards costs less, where all are plain.
+        # Marked first: the step is given other objects over the same memory. Marked
+        # late, it is given the leaves themselves, which saves an object for each. Not
+        # so where ranks are threads: one that was given the same state must see the
+        # marks before this rank's step has written.
         marks_late = memory.may_mark_late() and not is_saving and not _ranks_meet()
         if marks_late:
             step_leaves, step_state = leaves, state
@@ -136,8 +140,8 @@ def donate(step: Callable[_P, _R]) -> Callable[_P, _R]:
                 out = call(step_state, *args, **keywords)
             if marks_late:
                 out = _replace_unwritten(out, leaves)
-        except BaseException as error:
-            # Nothing was written yet: the caller may go on with the state.
+        except BaseException as error:  # Ctrl-C too may come between two writes
+            # Where nothing was written yet, the caller may go on with the state.
             spoiled = versions != memory.versions()
             for leaf in leaves:
                 spend(leaf, _SPOILED) if spoiled else unspend(leaf)
@@ -178,6 +182,10 @@ class Memory:
         dense = [x for x in leaves if type(x) in _DENSE]
         self.leaves, self.all_plain = leaves, _are_plain(leaves, dense)
         self.storages: list[UntypedStorage] = []
+        # For speed alone: what follows would find the same. `Donation.are_alone` needs
+        # the storages anyway, and `_cdata` is their address, which `storage_key` asks
+        # torch for, tensor by tensor. Below it has to be asked: a sparse tensor has no
+        # storage.
         if self.all_plain:
             self.tensors = self.written = dense
             self.storages = list(map(Tensor.untyped_storage, self.written))
@@ -186,6 +194,7 @@ class Memory:
             return
         sharded: list[Any] = list(filter(is_sharded, leaves))
         packed = [x for x in sharded if x.packed is not None]
+        # An update writes a buffer as one tensor; its leaves are views of it.
         shards = dict.fromkeys([x.packed for x in packed])
         members = {(id(x.packed), id(x.layout)) for x in packed}
         others = [*filterfalse(is_sharded, leaves)]
@@ -194,6 +203,8 @@ class Memory:
         self.written += [shard.flat for shard in shards]
         if {strided}.issuperset([x.layout for x in self.written]):
             self.storages = list(map(Tensor.untyped_storage, self.written))
+        # `_part`, not `local`, which would make the view. ``written`` is first, as
+        # `Donation` takes the storages for those of its first tensors.
         parts = [x._part for x in packed if x._part is not None]
         tensors = [*self.written, *parts, *_whole_buffers(shards)]
         self.tensors = list(dict(zip(map(id, tensors), tensors, strict=True)).values())
@@ -230,6 +241,7 @@ class Memory:
 
     def versions(self) -> list[int]:
         """Returns the version counters of ``written``, by which a write shows."""
+        # As plain tensors: some are marked by now, and would raise where they are read.
         with _torch.as_plain_tensors():
             try:
                 return [x._version for x in self.written]
@@ -273,7 +285,12 @@ def _are_plain(leaves: list[Leaf], dense: list[Tensor]) -> bool:
 
 
 def _whole_buffers(shards: Iterable[FlatShard]) -> Iterator[Tensor]:
-    """Yields the whole buffers that ranges lie in, as at zero 1 and 2."""
+    """Yields the whole buffers that ranges lie in, as at zero 1 and 2.
+
+    They are known uses of the state's memory: unknown, they would keep an update from
+    writing it. A gathered buffer in another dtype is memory of its own, and no such
+    use.
+    """
     for shard in shards:
         for x in (shard.whole, shard.flat._base):
             if x is not None and _torch.storage_key(x) == _torch.storage_key(
@@ -298,6 +315,7 @@ def _separate(leaves: list[Leaf]) -> list[Leaf]:
     for leaf in map(_twin, leaves):
         x = leaf._local if isinstance(leaf, Sharded) else leaf
         if isinstance(x, Tensor) and overlaps(x, ranges[_torch.storage_key(x)]):
+            # The layout of a plain tensor is known by the tensor: the copy needs it.
             layout, x = placement_of(x), x.clone()
             lay_leaf(x, layout)
             leaf = Sharded(x, leaf.layout) if isinstance(leaf, Sharded) else x

@@ -62,6 +62,7 @@ class Arguments:
         self.number_positions: list[int] = [
             i for i, x in enumerate(state) if type(x) in (int, float)
         ]
+        # In the graph they are float64 tensors, exact for integers up to 2**53 only.
         for i in self.number_positions:
             if type(x := self.leaves[i]) is int and float(x) != x:
                 raise ValueError(_LARGE.format(x))
@@ -76,9 +77,10 @@ class Arguments:
         self.key: tuple[Hashable, ...] = self._make_key()
 
     def eager_key(self) -> tuple[Hashable, ...]:
-        """Returns the key by which calls share one without a graph.
+        """Returns a key for a call without a graph, on which later calls rest.
 
-        As they share a type check: the shapes of the batch take no part.
+        Of the batch the shapes take no part in it, as they take none in the key of a
+        type check (`signature`).
         """
         of_any_batch, *_ = signature(self.leaves, self.treedef)
         state = self.leaves[: self.state_def.num_leaves] if self.state_def else []
@@ -111,11 +113,13 @@ class Arguments:
                     offset = x.packed.flat.storage_offset() if is_whole else 0
                     key.append((shard, offset, *x.packed.coordinates.items()))
             elif isinstance(x, Tensor):
+                # Not by its place in memory: a slice of one batch is like the next one,
+                # and ranks, whose places differ, must have graphs in the same calls.
                 n = buffer_numbers.setdefault(id(x), len(buffer_numbers))
                 key.append((n, placement_of(x)))
             elif i in self.number_positions:
-                key.append(type(x))
-            elif isinstance(x, CONSTANT):
+                key.append(type(x))  # its value is an input
+            elif isinstance(x, CONSTANT):  # Python may branch on its value
                 key.append((type(x), x))
             else:
                 raise TypeError(_ODD.format(f"a {type(x).__name__}"))
@@ -125,13 +129,15 @@ class Arguments:
         """Returns the same arguments as tensors without data, in a mode of these."""
         leaves = list(shadows(mode, self.leaves))
         inputs = distinct_buffers(leaves)
+        # As tensors, or the graph would have the numbers of the traced call for ever.
         for i in self.number_positions:
             with mode:
                 leaves[i] = torch.empty((), dtype=torch.float64, device="cpu")
             inputs.append(leaves[i])
+        # A gathered buffer is no input of the graph: it is gathered there.
         for x in leaves:
             if isinstance(x, Sharded) and x.packed is not None:
-                x.packed.whole = None  # it is gathered in the graph
+                x.packed.whole = None
         args, keywords = tree.unflatten(self.treedef, leaves)
         return Shadows(args, keywords, inputs)
 
@@ -158,6 +164,7 @@ def distinct_buffers(leaves: Sequence[Leaf]) -> list[Tensor]:
 def _describe_buffer(x: Tensor) -> tuple[Hashable, ...]:
     """Returns the properties of a tensor that a graph depends on."""
     plain = x.layout == torch.strided and type(x) in (Tensor, torch.nn.Parameter)
+    # Equal properties must mean one graph: a lazy conjugate has a bit that they miss.
     if not plain or x.is_conj() or x.is_neg():
         raise TypeError(
             _ODD.format(f"a {type(x).__name__} that is sparse, or conjugated lazily")

@@ -28,8 +28,10 @@ class GraphCollective:
     """A collective of a graph: what its node starts on ``axis`` of ``mesh``.
 
     Args:
-        compared: as of a `RankGroup`. It is that of the step without its graph: another
-            rank may run that, and both must describe the collective alike.
+        compared: whether the ranks had compared their programs where the step starts it
+            (see `RankGroup`). Its runs keep that: another rank may run the step without
+            a graph, and a collective that is not compared yet is sent with its
+            description, by both or by neither.
         name: the buffer's; ``options``: the arguments of the operation.
     """
 
@@ -72,6 +74,11 @@ class GraphLink(AbstractLink):
         number = len(self.calls)
         ranks = here().mesh, where.axis, where.compared
         self.calls.append(GraphCollective(op, *ranks, name, how, current_label()))
+        # The nodes have no derivative: it is the autograd.Function around this call
+        # that has one, and its backward starts another collective (`LinearMap`). In
+        # grad mode `y`, which the node writes, would come to require gradients.
+        # Detached, as the handle holds `x` until it is awaited, and would hold its
+        # graph as long.
         with torch.no_grad():
             x = x.detach()
             y = x.new_empty(result_shape(op, x, where, how))
@@ -86,6 +93,8 @@ class GraphLink(AbstractLink):
     ) -> None:
         """Adds a node, START or WAIT, of a collective to the graph."""
         x, y, number = collective.x, collective.y, collective.number
+        # Each node takes what the one before returned: the compiler may move operators
+        # that do not depend on each other, and ranks must send in one order.
         before = x.new_empty(0) if self.token is None else self.token
         self.token = node(x, y, before, number)
 
@@ -120,7 +129,7 @@ class _TracedCollective(Handle):
         self.link, self.x, self.y, self.out, self.number = link, x, y, out, number
 
     def wait(self) -> Tensor:
-        if self.result is None:
+        if self.result is None:  # a second wait adds no second node
             with torch.no_grad():
                 self.link.add_node(WAIT, self)
                 self.result = self.y if self.out is None else self.out.copy_(self.y)
@@ -145,9 +154,10 @@ class Run:
         self.groups: dict[tuple[Mesh, tuple[str, ...], bool], RankGroup] = {}
 
     def trim(self) -> None:
-        """Frees buffers for later collectives: a graph has memory of its own for them.
+        """Frees the buffers that calls without a graph keep for their next collectives.
 
-        To save memory, at the cost of some page faults.
+        A graph has memory of its own for what it sends. To free these saves memory, and
+        costs a later call without a graph some page faults.
         """
         for mesh in {call.mesh for call in self.calls}:
             this_rank = here(mesh)
@@ -160,19 +170,23 @@ class Run:
         ranks = call.mesh, call.axis, call.compared
         where = self.groups.get(ranks)
         if where is None:
+            # Of the rank as it is now: the trace's link sends nothing.
             this_rank = replace(here(call.mesh), compared=call.compared)
             where = self.groups[ranks] = get_group(call.axis, this_rank)
+        # The compiler chooses strides; links send and receive dense memory. The label
+        # is that of the trace, for the ledger: no unit call is around the node now.
         x = x.contiguous()
         with label(*call.label):
             out = y if y.is_contiguous() else None
             handle = where.start(call.op, x, out=out, name=call.name, **call.options)
-        # With what is sent, which the compiler might free.
+        # A reference to what is sent: `x` may be a copy that nobody else holds.
         self.in_flight[number] = handle, x
 
     def wait(self, x: Tensor, y: Tensor, number: int) -> None:
         """Waits for a collective, whose result is in ``y`` then: the node WAIT."""
         arrived = self.in_flight.pop(number)[0].wait()
-        # Else into memory of its own, or the compiler has copied ``y`` meanwhile.
+        # The link may have received into other memory than `y` (above, where `y` is not
+        # contiguous), and the compiler may have copied `y` since the node START.
         if arrived.data_ptr() != y.data_ptr():
             y.copy_(arrived)
 

@@ -87,6 +87,8 @@ class Microbatches:
         Raises:
             ValueError: there are several, or it is differentiated.
         """
+        # Not guessed where there is a choice: to cut parameters or a mask by rows would
+        # give another gradient, with no error.
         keys = [k for k, a in self._arguments.items() if k != 0 and a.tensors]
         if len(keys) > 1 or any(k in self._call.argnums for k in keys):
             listed = ", ".join(map(repr, keys))
@@ -181,6 +183,8 @@ class _Argument:
 
     def __post_init__(self) -> None:
         self.leaves, self.treedef = tree.flatten(self.value, is_leaf=is_sharded)
+        # While layouts are found every leaf is sharded, and a real call will cut those
+        # that are each rank's own: the tracer gives these as plain tensors.
         if (tracer := frame().tracer) is not None:
             self.leaves = tracer.in_batch(self.leaves)
         self.tensors = [

@@ -173,6 +173,7 @@ def _find_store(
 
 def stores_of(f: Callable[..., Any]) -> Stores:
     """Returns the stores of the ``offload`` in a transformed function."""
+    # Each kind of memory may have an `offload` of its own.
     stores = Stores()
     for h in getattr(f, "interpretations", ()):
         if isinstance(h, _Offload):
@@ -209,12 +210,15 @@ class _Offload(Interpretation):
             self._check_offloaded(args[0])
         with inside(outer.replace(handlers=handlers)):
             out = f(*args, **keywords)
+        # An update in place leaves its leaves where they are; others that the step
+        # makes may lie on the device.
         if places is None or not places.any_offloaded:
             return out
         return places.move_output(out)
 
     def unit(self, run: Function, call: Call) -> Function:
         compiler = call.frame.compiler
+        # A step that is compiled whole takes no offload, and raises for that itself.
         if compiler is not None and not compiler.whole:
             if compiler.replays and compiler.compiles(call):  # type: ignore[attr-defined]
                 raise ValueError(_REPLAYED.format(call.name))
@@ -310,6 +314,7 @@ def _move(leaves: list[Leaf], spaces: Iterable[MemorySpace | None]) -> bool:
             continue
         changed = True
         if isinstance(leaf, Sharded) and (shard := leaf.packed) is not None:
+            # Once for all leaves of the buffer, which stay views of one copy.
             if id(shard) not in moved:
                 made = shard.like(space.copied(x)).leaves()
                 moved[id(shard)] = dict(zip(map(id, shard.members), made, strict=True))
@@ -343,6 +348,8 @@ def _with_residuals_in(store: Store, run: Function, call: Call) -> Function:
         # The state's memory, and that of a batch, live on anyway: a copy frees nothing.
         resident = {key for x in leaves for key in _storages_of(x)}
         resident |= {_torch.storage_key(x) for x in others if not x.requires_grad}
+        # The walk below ends at what the unit was given, as what is behind it was saved
+        # by other units. Looked up now: the unit moves the token on.
         unit_token = state.token
         stop = {x.grad_fn for x in others}
         stop |= {x.grad_fn for x in leaves if isinstance(x, Tensor)}
@@ -353,6 +360,7 @@ def _with_residuals_in(store: Store, run: Function, call: Call) -> Function:
         outs = [x for x in tree.leaves(out) if isinstance(x, Tensor)]
         roots = [x.grad_fn for x in outs if x.requires_grad]
         residuals = _Residuals(store, _LAST.get(unit_token) if unit_token else None)
+        # Under `remat` the unit's own nodes save nothing; `savers` have its inputs.
         nodes = [*_torch.graph_nodes(roots, stop), *(x.grad_fn for x in call.savers)]
         _torch.hook_residuals(
             nodes, lambda x: _is_worth(x, resident), residuals.pack, residuals.unpack
@@ -381,6 +389,8 @@ def _storages_of(x: Leaf) -> list[int]:
 def _is_worth(x: Tensor, resident: set[int]) -> bool:
     """Returns whether a saved tensor is worth a copy, and can be made again of one."""
     is_plain = type(x) in (Tensor, torch.nn.Parameter, _torch.FakeTensor)
+    # It is made again as a strided view of the storage's bytes: that is not all of a
+    # subclass or a sparse tensor, nor of one that is conjugated or negated lazily.
     if not is_plain or x.layout != torch.strided or x.is_conj() or x.is_neg():
         return False
     if x.untyped_storage().nbytes() < _SMALL or _torch.is_wrapped(x):
@@ -419,6 +429,7 @@ class _StoredStorage:
 
     def fetch(self) -> Tensor:
         """Returns the bytes on the device: one copy for all that read them."""
+        # By weakref: the copy on the device lives while nodes of the backward read it.
         fetched = None if self._fetched is None else self._fetched()
         if fetched is None:
             fetched = self.stored.new_empty(self.stored.shape, device=self.device)
@@ -463,6 +474,7 @@ class _Residuals:
 
     def pack(self, x: Tensor) -> _StoredTensor:
         key = _torch.storage_key(x)
+        # By storage: of ten views that operators saved one copy is stored.
         if key not in self.packing:
             storage = _StoredStorage(x, self.store)
             self.packing[key] = x.untyped_storage(), storage
@@ -471,7 +483,8 @@ class _Residuals:
         return _StoredTensor(storage, x.dtype, x.shape, x.stride(), offset)
 
     def unpack(self, packed: _StoredTensor) -> Tensor:
-        # The first read of this call: the call before is read next.
+        # At the first read of this call the one before, which the backward reads next,
+        # is read ahead, so that a disk works beside the computation.
         before, self.before = self.before, None
         if before is not None and (residuals := before()) is not None:
             for reference in residuals.storages:

@@ -81,7 +81,8 @@ class MinCut:
     in FLOPs, products and attention. Only units that ``jit`` compiles have this policy.
 
     Args:
-        share: of that, beside the unit's inputs; above 0, at most 1.
+        share: how much of what is kept at 1 to keep, beside the unit's inputs; above 0,
+            at most 1.
 
     Raises:
         ValueError: another share.
@@ -144,6 +145,8 @@ def checkpoint_name(x: Tensor, name: str) -> Tensor:
     [1.0, 1.0]
     """
     for tape in _TAPES.get():
+        # Else tapes would count the operators of `name` among the unit's, in the first
+        # run alone.
         with internal():
             tape.name(x, name)
     return x
@@ -193,12 +196,14 @@ class Tape:
 
     def name(self, x: Tensor, name: str) -> None:
         """Saves the op's output that ``x`` lies in, if the policy says so."""
+        # None: it is the unit's input, or a view of it, or was written since: no op's
+        # output has its value.
         made = self.makers.get(x)
         if made is None or not self.policy.keeps(name):
             return
         size, stride, offset, dtype = made.geometry
-        # As the op returned it, as `x` may be a view of that. (Of a view as another
-        # dtype the output cannot be made again.)
+        # As the op returned it: `x` may be a view of that, and the second run returns
+        # the op's output. (From a view in another dtype it cannot be made again.)
         if x.dtype == dtype:
             value = x.detach().as_strided(size, stride, offset)
             self.values[made.number] = (value, value._version)
@@ -231,6 +236,8 @@ class Tape:
         # An op that is not run again must move the generators on as it did.
         draws = torch.Tag.nondeterministic_seeded in func.tags
         states = generator_states() if draws else []
+        # The others are kept along with one that is named: the op, which returns all of
+        # them, is not run again.
         for i, x in enumerate(outs):
             if isinstance(x, Tensor):
                 others = (*outs[:i], None, *outs[i + 1 :])
@@ -261,6 +268,8 @@ class Tape:
             made = self.saved.get(number)
             if made is None:
                 return func(*args, **kwargs)
+            # The numbers run apart if the unit does something else this time, and its
+            # gradient would be wrong with no error.
             if made.func is not func:
                 raise RuntimeError(
                     f"the recompute of a unit called {func} where its first run called "

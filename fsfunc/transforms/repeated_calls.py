@@ -153,8 +153,10 @@ class RepeatedCall:
         f = call.frame
         self.states: States = [] if f.seed is not None else generator_states()
         kinds = [(x.shape, x.dtype, x.requires_grad) for x in tensors]
+        # With another flag, such as `training=False`, the function may do something
+        # else. Numbers, which change from step to step, are left out of the key.
         flags: list[bool | str] = []
-        if len(leaves) > len(tensors):  # with `training=False` it may draw nothing
+        if len(leaves) > len(tensors):
             flags = [x for x in leaves if x.__class__ in _FLAGS]
         self.key: tuple[Hashable, ...] = (
             f.here and f.here.rank,
@@ -196,6 +198,8 @@ class RepeatedCall:
         state: Running,
     ) -> PyTree:
         """Runs the call as without ``remat``, so that torch takes the same kernels."""
+        # A `_Saver` has a node, which saves, only if something requires gradients: the
+        # token does, and without one some argument (`_run_repeatable` has looked).
         if (unit_token := state.token) is None:
             anchor = next(x for x in tensors if x.requires_grad)
         else:
@@ -241,6 +245,8 @@ class RepeatedCall:
             out = fn(*args, **keywords)
         if self.missed:
             raise RuntimeError(_MISSED)
+        # What the function read itself it has read by now: from here residuals are
+        # empty, as if they had been so from the start.
         if self.hook_mode is not HookMode.AS_SAVED:
             for reference, *_ in self.residuals:
                 if (residual := reference()) is not None:
@@ -264,6 +270,7 @@ class RepeatedCall:
             compiled = self.is_compiled or _torch.is_compiled_function(fn)
             with nullcontext() if compiled else draws:
                 out = self._call_hooked(fn, args, keywords)
+            # Here the graph is at hand, and is walked once for each key.
             stop = () if token is None else (token.grad_fn,)
             if any(
                 map(_torch.saves_before_filling, nodes_of(out, (args, keywords), stop))
@@ -293,6 +300,7 @@ class RepeatedCall:
 
     def _pack(self, x: Tensor) -> _Residual:
         residual = _Residual()
+        # With its value until the function returns, which may read it (see `HookMode`).
         if self.hook_mode is None or self.hook_mode is HookMode.AT_RETURN:
             residual.value = x = x.detach()
             residual.version = x._version
@@ -352,6 +360,8 @@ class RepeatedCall:
             # After it they go on from where the backward found them.
             stack.enter_context(generators_restored(g for g, _ in states))
             set_generators(states)
+        # Also off again, where the backward is called within an autocast that the
+        # forward was not in.
         for device in ("cpu", "cuda"):
             dtype = self.autocast_dtypes.get(device)
             if dtype is not None or torch.is_autocast_enabled(device):
@@ -379,6 +389,7 @@ class RepeatedCall:
 
         def compare() -> None:
             if not _torch.all_true(answers):
+                # A caller that goes on after the error must not read these.
                 for residual in filled:
                     residual.value = None
                 raise RuntimeError(_UNLIKE.format(self.name))
@@ -387,6 +398,7 @@ class RepeatedCall:
         def fill(x: Tensor) -> Tensor:
             nonlocal left
             x, left = x.detach(), left - 1
+            # Negative in a unit that saved nothing the first time.
             if left >= 0:
                 reference, *kind = next(unfilled)
                 if kind != [x.shape, x.dtype]:
@@ -398,6 +410,8 @@ class RepeatedCall:
                     residual.value, residual.version = x, x._version
                     if self.norms:
                         filled.append(residual)
+            # The backward has all that it reads: what the function would compute from
+            # here on is its output, which nobody reads.
             if left <= 0:
                 if answers:
                     compare()
@@ -409,7 +423,7 @@ class RepeatedCall:
                 out = fn(*args, **keywords)
         else:
             out, handles = call_with_handles(fn, args, keywords)
-            with _torch.beneath_all_modes():
+            with _torch.beneath_all_modes():  # as in `_call_first`
                 for handle in handles:
                     fill(handle.data)
         if answers:

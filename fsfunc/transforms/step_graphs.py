@@ -66,8 +66,10 @@ def _call_step(
     outer = frame()
     if outer.tracer is not None or outer.composable or _torch.fake_active():
         return f(*args, **keywords)
+    # A mode that all ranks enter, as one that computes without rounding, has to see the
+    # step's operators, which compiled kernels are not.
     if _torch.modes_of_ranks():
-        return f(*args, **keywords)  # they compute what the graph is to compute
+        return f(*args, **keywords)
     if outer.handlers or outer.in_loss or outer.path:
         raise ValueError(_WITHIN)
     return graphs(args, keywords)
@@ -97,7 +99,8 @@ class _Graphs:
 
     def __call__(self, args: tuple[PyTree, ...], keywords: dict[str, PyTree]) -> PyTree:
         arguments = Arguments(args, keywords)
-        # Autograd cannot differentiate what the graph returns.
+        # Autograd cannot differentiate what the graph returns. And inference tensors
+        # have no versions, by which a write of the graph would show.
         if torch.is_inference_mode_enabled() or any(
             x.requires_grad for x in arguments.buffers
         ):
@@ -109,6 +112,9 @@ class _Graphs:
         key = this_rank, options, arguments.key
         graph = self.graphs.get(key)
         if graph is None:
+            # Without the shapes of the batch, which ranks may be given at different
+            # times: one that ran without a graph beside others' graphs would round
+            # otherwise than they do.
             eager_key = this_rank, options, arguments.eager_key()
             if eager_key not in self.eager_calls:
                 out = self.f(*args, **keywords)
@@ -117,6 +123,7 @@ class _Graphs:
                 return out
             eager_call = self.eager_calls[eager_key]
             graph = self._trace(key, eager_call, arguments, donated is not None)
+        # Ranks have graphs of their own, which their threads compile one after another.
         if graph.kernels is None:
             with self.lock:
                 graph.compile(arguments, self.backend, self.options)
@@ -171,10 +178,11 @@ class StepGraph:
         Raises:
             RuntimeError: the compiler cannot take it.
         """
-        if self.kernels is not None:  # another rank's thread was first
+        if self.kernels is not None:  # another thread, of no rank, was first
             return
         graph, tensors = self.traced.graph, arguments.graph_inputs()
-        # Alone in its memory, as `_copy_shared` makes it in a call.
+        # The compiler is shown examples. One that is written is alone in its memory, as
+        # `_copy_shared` makes it in each call.
         for i in self.traced.written_inputs:
             tensors[i] = torch.empty_like(tensors[i])
         inputs = self._inputs(tensors)
@@ -185,6 +193,7 @@ class StepGraph:
         try:
             self.kernels = operator_graphs.compile_graph(graph, inputs, options)
         except Exception as error:
+            # The compiler's errors are of many classes, and go on with its own frames.
             first_line = str(error).strip().partition("\n")[0]
             raise RuntimeError(_REFUSED.format(first_line)) from error
 
@@ -192,7 +201,8 @@ class StepGraph:
         return [*tensors, *self.traced.constants]
 
     def __call__(self, arguments: Arguments, donated: Donation | None) -> PyTree:
-        # The comparisons of ranks that `shard` makes around a call of the step.
+        # The comparisons of ranks that `shard` makes around a call of the step, by the
+        # rank's own link: that of the trace sends nothing.
         comparisons = []
         for first_calls, f, traced_frame in self.trace.compared:
             now = traced_frame.replace(here=with_current_link(traced_frame.here))
@@ -204,6 +214,9 @@ class StepGraph:
         # Numbers that the step draws and does not use: generators go on as without.
         for _ in range(self.trace.before.unused_draws):
             draw_number()
+        # Rates are constants of the graph: tensors that are written before each run.
+        # What optimizers claimed in the trace to be equal on all ranks is compared by
+        # these calls too.
         with self.trace.claims.repeat_for([context for *_, context in comparisons]):
             for fn, i, rate in self.trace.asked:
                 rate.copy_(torch.as_tensor(fn(arguments.leaves[i])))
@@ -224,9 +237,10 @@ class StepGraph:
         return out
 
     def _copy_shared(self, tensors: list[Tensor], donated: Donation) -> None:
-        """Copies, in place, inputs that are written and whose memory others use too.
+        """Replaces inputs that are written and whose memory others use by copies.
 
-        So too a part of larger memory: in the graph that is gathered anew.
+        So too a part of larger memory, such as a range of its gathered buffer: the
+        graph gathers into other memory, and the new state would hold the old buffer.
         """
         donated.add_made()
         written = self.traced.written_inputs
@@ -257,6 +271,8 @@ class StepGraph:
             if source is None:  # a constant
                 leaves.append(x)
                 continue
+            # A graph returns tensors: the kind of a leaf and its layout are those of
+            # the call without it.
             is_input, i = source
             value = tensors[i] if is_input else made[i]
             was_written = is_input and i in written
@@ -290,6 +306,8 @@ def _leaf_over(
     shard = like.packed
     if shard is None:
         return like.with_local(value)
+    # All leaves of a buffer at once: they share one `FlatShard`, by which an optimizer
+    # updates them as one tensor.
     if id(value) not in by_buffer:
         leaves = FlatShard(
             shard.members, value, shard.coordinates, _spans=shard.spans

@@ -101,10 +101,14 @@ class StepTrace:
                 raise RuntimeError(_DRAWS.format("Python's or numpy's"))
         if self.traced.written_inputs and not donates:
             raise RuntimeError(_WRITES)
+        # Of packed buffers the key has the offset, or they are gathered first; a plain
+        # tensor may lie elsewhere in its storage in the next call.
         sharded = filter(is_sharded, arguments.leaves)
         packed = {id(x.packed.flat) for x in sharded if x.packed}
         is_plain = [id(x) not in packed for x in arguments.buffers]
         operator_graphs.refuse_as_strided(self.traced.graph, is_plain)
+        # Torch's draws are operators; Python's and numpy's (above) are none, and their
+        # numbers would be constants of the graph.
         for node in self.traced.graph.graph.nodes:
             call = node.target, node.args, node.kwargs
             if operator_graphs.is_operator(node.target) and is_random(*call):
@@ -122,6 +126,8 @@ class StepTrace:
         self, f: Callable[..., PyTree], arguments: Arguments, donates: bool
     ) -> None:
         """Runs the step without data; puts the new shapes into ``returned``."""
+        # In two runs with these shapes, this one and the trace, what differs is
+        # Python's doing. The call before had other shapes, and cannot tell.
         with self._without_data(f, arguments, donates) as (run, _):
             run()
         out = Returned.of(self.out, arguments)
@@ -154,6 +160,7 @@ class StepTrace:
                 with inside(around), in_graph() as self.before, self.claims:
                     self.out = f(*args, **keywords)
                 made = distinct_buffers(tree.leaves(self.out, is_leaf=is_sharded))
+                # What lies in an input is taken from there when the graph has run.
                 return [x for x in made if id(x) not in input_ids]
 
             yield run, inputs
@@ -165,6 +172,8 @@ class StepTrace:
         del self.shadow_leaves
         asked = []
         for fn, (*first, leaf), rate in self.before.values.values():
+            # A count that the graph computes is known only while it runs, when no
+            # Python can be asked.
             if id(leaf) not in positions:
                 raise RuntimeError(_COMPUTED)
             asked.append((partial(fn, *first), positions[id(leaf)], rate))
@@ -175,8 +184,10 @@ class StepTrace:
         if treedef != self.returned.treedef:
             raise RuntimeError(_CHANGED.format("results of two structures"))
         for x, (kind, _, before) in zip(self.out, self.returned.leaves, strict=True):
+            # A number that is made of the state's, which are tensors here: it is made
+            # a number again when the graph has run.
             if isinstance(x, Tensor) and kind in (int, float) and not x.ndim:
-                continue  # a number that is made of the state's
+                continue
             if not isinstance(x, (Tensor, Sharded, *CONSTANT)):
                 raise TypeError(_ODD.format(type(x).__name__))
             if isinstance(x, Tensor) and x.requires_grad:

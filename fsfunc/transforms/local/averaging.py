@@ -111,8 +111,11 @@ class StackLayouts:
         leaves, treedef = tree.flatten(t, is_leaf=is_sharded)
         by_buffer: dict[int, dict[int, Sharded]] = {}
         for i, x in enumerate(leaves):
+            # Leaves of a buffer stay views of one buffer. But where a gradient call
+            # tracks a leaf (`parts`), its `local` is an autograd leaf of its own, to
+            # which no view of the buffer leads: it is converted as one of no buffer.
             if isinstance(x, Sharded) and x.packed is not None and x.parts is None:
-                x.check()
+                x.check()  # as reading `local` does: a donated leaf raises
                 shard = x.packed
                 if id(shard) not in by_buffer:
                     converted = self._convert_shard(shard, coordinates, convert)
@@ -123,7 +126,7 @@ class StackLayouts:
             elif isinstance(x, Sharded):
                 layout = self._convert_layout(x.layout, convert)
                 leaves[i] = _unpacked_leaf(x.local, layout, coordinates)
-            elif isinstance(x, Tensor):
+            elif isinstance(x, Tensor):  # one value before, and now a row of a stack
                 plain = Layout(tuple(x.shape), x.dtype)
                 layout = self._convert_layout(plain, convert)
                 leaves[i] = _unpacked_leaf(x, layout, coordinates)
@@ -148,6 +151,7 @@ class StackLayouts:
             empty = shard.flat.new_empty(0)  # templates hold no memory
             template = FlatShard(members, empty, of_axes).like(empty)
             cached = self._shards[id(shard.members), rank] = shard.members, template
+            # And the way back, to the very layouts that came in.
             self._shards[id(members), rank] = members, shard.like(empty)
         converted = cached[1].like(shard.flat)
         # What is gathered stays valid: the values are the same.
@@ -155,7 +159,9 @@ class StackLayouts:
         return converted
 
     def _convert_layout(self, layout: Layout, convert: ConvertLayout) -> Layout:
-        if not layout.name and not layout.flat:  # made for one look at a plain leaf
+        # A plain leaf has none of its own: this one was made for it just now, and a
+        # table by id would grow with each step.
+        if not layout.name and not layout.flat:
             return convert(layout)
         if id(layout) not in self._layouts:
             converted = convert(layout)
@@ -190,7 +196,9 @@ def _unpacked_leaf(
     return Sharded(local, layout) if layout.parts else local
 
 
-_BUCKET = 1 << 22  # elements: what is smaller travels together
+# Elements: what is smaller travels together, as each message costs time whatever its
+# size. To join what is larger would save little, and copy it.
+_BUCKET = 1 << 22
 
 
 def average(values: PyTree, where: RankGroup, weight: float = 1.0) -> PyTree:
@@ -211,7 +219,7 @@ def sum_over_ranks(tensors: Sequence[Tensor], where: RankGroup) -> list[Tensor]:
     """Returns sums over ranks, in float32 at least; small ones travel together."""
     wide = [torch.promote_types(x.dtype, torch.float32) for x in tensors]
     out: list[Tensor] = [x.to(dtype) for x, dtype in zip(tensors, wide, strict=True)]
-    # All are sent before the first is waited for.
+    # All are sent before the first is waited for, so that they travel side by side.
     in_flight = []
     for positions in buckets(out):
         flat = concatenate_flat([out[i] for i in positions])
@@ -296,15 +304,17 @@ def consensus(state: LocalState[_State]) -> _State:
     plain = tree.unflatten(copy_def, values)
     paths, leaves, treedef = tree.flatten_with_paths(plain, is_leaf=is_sharded)
     weight = state.weights[where.index] if state.weights else 1.0
+    # `internal`: the operators count as the library's, not as the user's step.
     with internal(), torch.no_grad(), label("", "consensus"):
         averaged = average(plain, where, weight)
         means: list[Leaf] = treedef.flatten_up_to(averaged)
-        if this_rank.link.moves_data:
+        if this_rank.link.moves_data:  # in a plan there are no values to compare
             pairs = zip(leaves, means, strict=True)
             others = [
                 None if mean is not None else local_tensor(x) for x, mean in pairs
             ]
             advice = "such values have no mean: the ranks' steps must make them equal"
+            # One of the copies is returned: that they are equal has to be seen.
             title = "the ranks' copies differ in what is not averaged"
             notes = this_rank.link.notes
             agree(where, section_of_values(paths, others, notes, title, advice))

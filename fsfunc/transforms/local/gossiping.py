@@ -140,6 +140,8 @@ class Gossip(LocalUpdates):
     ) -> tuple[PyTree, dict[str, Any]]:
         meeting, steps_since = divmod(step, self.every)
         moves = () if steps_since else self.graph[(meeting - 1) % len(self.graph)]
+        # With weights a step without a meeting has work, too: the optimizer's change
+        # counts in the numerator, of which the step sees the quotient.
         if not moves and not state.weights:
             return params, {}
         shares = _shares(moves, where.size)
@@ -151,6 +153,8 @@ class Gossip(LocalUpdates):
         if not state.weights:
             mixed = map_flat(mix, params, untrainable=None)
             return apply_kernel(assign, params, mixed)[0], {}
+        # The numerator is z' + (w - 1) z, in place where z' may be written; what is
+        # received with it is divided by the new weight.
         weights = _push_weights(state.weights, moves, shares)
         inverse = 1 / weights[where.index]
         numerator = apply_kernel(torch._foreach_add_, params, from_before)[0]
@@ -167,6 +171,8 @@ def _mix(
     out = list(tensors)
     for positions in buckets(out):
         sent = concatenate_flat([tensors[i] for i in positions]) * share
+        # All are sent before the first is waited for, so that they travel side by side.
+        # Until then `sent` must not be written: the total is another tensor.
         handles = [where.start("ppermute", sent, pairs=m, name="gossip") for m in moves]
         arrived = [handle.wait() for handle in handles]
         total = sent
@@ -211,7 +217,7 @@ def _check_graph(graph: Graph, n: int) -> tuple[Moves, ...]:
     meetings = []
     for t, moves in enumerate(graph):
         for pairs in moves:
-            for ends in zip(*pairs, strict=True):
+            for ends in zip(*pairs, strict=True):  # all sources, then all targets
                 if len(set(ends)) != len(ends) or not set(ends) <= set(range(n)):
                     raise ValueError(
                         f"gossip over {n} ranks: at time {t} the graph has the move "

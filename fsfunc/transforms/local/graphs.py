@@ -55,6 +55,7 @@ def n_peer_exponential(n: int, peers: int = 1) -> Graph:
     """
     _check(n, "n_peer_exponential")
     base, ahead = peers + 1, list[int]()
+    # Below 1 peer there is no power to grow: `_rotations` refuses that.
     while base > 1 and base ** (len(ahead) // peers) < n:
         power = base ** (len(ahead) // peers)
         ahead += [j * power for j in range(1, peers + 1)]

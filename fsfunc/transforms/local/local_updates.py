@@ -175,7 +175,9 @@ class LocalUpdates(Interpretation):
         where = get_group(self.axes, this_rank)
         coordinates = this_rank.mesh.coordinates(this_rank.rank)
         with internal(), torch.no_grad():
-            # Copies that begin apart would never be one model.
+            # Copies that begin apart would never be one model. Nor would those of ranks
+            # that synchronise otherwise, by another `every`, rate or graph: the section
+            # of steps compares these. (In a plan there are no values to compare.)
             if this_rank.link.moves_data:
                 paths, leaves, _ = tree.flatten_with_paths(state, is_leaf=is_sharded)
                 parts = [x.local if is_sharded(x) else x for x in leaves]
@@ -196,6 +198,7 @@ class LocalUpdates(Interpretation):
     ) -> PyTree:
         """Runs ``f`` on the rank's copy, and synchronises the ranks."""
         outer = frame()
+        # Within `shard` the leaves would be parts over its axes, and no stacks.
         if any(h.lays_out for h in outer.handlers):
             raise ValueError(
                 f"{self.called} inside a transform that lays parameters out: it goes "
@@ -209,11 +212,15 @@ class LocalUpdates(Interpretation):
         copy = self.stacks.unstack(state.copies, coordinates)
         if (path := find_rank_local(copy)) is not None:
             raise ValueError(_OWN.format(self.called, path))
-        if isinstance(args[0], LocalState):  # else as the caller laid it out
+        # A `shard` within takes only leaves that are laid out, and unstacked ones are
+        # new tensors. The leaves of a plain state are as the caller laid them out.
+        if isinstance(args[0], LocalState):
             lay_leaves(copy)
-        # Of a `donate` around: it knows the memory, and not these objects over it.
+        # A `donate` around knows the tensors of the stacks. The copies are more tensors
+        # over that memory: unknown, they would keep the optimizer from writing it.
         if outer.donated is not None:
             outer.donated.add(tree.leaves(copy, is_leaf=is_sharded))
+        # `internal`, here and below: these operators are the library's, not the step's.
         with internal(), torch.no_grad():
             params = getattr(copy, "params", None)
             from_before = self.before_step(state, params, where)
@@ -222,7 +229,9 @@ class LocalUpdates(Interpretation):
                 new, *metrics = self._check_output(f(copy, *args[1:], **keywords))
         finally:  # a donated step within has used the state up, or spoiled it
             _mark_spent(copy, args[0])
-        # Along the other axes a shard within has one value, and needs its layouts.
+        # Along the mesh's other axes a leaf of a copy is one value, or parts, by its
+        # layout. `lay_leaves` will call every plain one equal in the next call: so here
+        # one that the step returned without a layout is refused.
         others = where.size < this_rank.mesh.size
         if others and isinstance(args[0], LocalState) and this_rank.link.moves_data:
             check_laid_out(tree.leaves(new, is_leaf=is_sharded), [new])
@@ -251,13 +260,13 @@ class LocalUpdates(Interpretation):
     def enter(self, outer: Frame, this_rank: Here) -> Frame:
         """Returns the frame of a call, whose units draw numbers of the rank's own."""
         coordinates = this_rank.mesh.coordinates(this_rank.rank)
-        places = tuple((coordinates[a], self.mesh.axes[a]) for a in self.axes)
-        varies, handlers = (*outer.batch_places, *places), (*outer.handlers, self)
+        own = tuple((coordinates[a], self.mesh.axes[a]) for a in self.axes)
+        new_places, handlers = (*outer.batch_places, *own), (*outer.handlers, self)
         # Ranks train copies: a collective of the step over these axes is refused.
         at = replace(
             this_rank, independent_axes=(*this_rank.independent_axes, *self.axes)
         )
-        return replace(outer, handlers=handlers, batch_places=varies, here=at)
+        return replace(outer, handlers=handlers, batch_places=new_places, here=at)
 
     def _check_arguments(
         self, args: tuple[PyTree, ...], keywords: dict[str, PyTree]
@@ -267,6 +276,8 @@ class LocalUpdates(Interpretation):
             raise ValueError(
                 f"{self.called}: the state is the first argument of a step"
             )
+        # By `grad_fn`: a parameter of a module requires gradients, and is of no graph.
+        # Under torch.func tensors are wrapped, and do not tell.
         leaves = tree.leaves(args[0])
         in_graph = any(isinstance(x, Tensor) and x.grad_fn is not None for x in leaves)
         if _torch.functorch_active() or in_graph and torch.is_grad_enabled():
@@ -297,13 +308,15 @@ class LocalSGD(LocalUpdates):
         step: int,
         where: RankGroup,
     ) -> tuple[PyTree, dict[str, Any]]:
-        if step % self.every or where.size == 1:
+        if step % self.every or where.size == 1:  # one rank is the mean itself
             return params, {}
         return apply_kernel(assign, params, average(params, where))[0], {}
 
 
 class _OnPlainState(Interpretation):
     """A transform of this kind while a step is recorded, on a plain state.
+
+    A recording finds the layouts of one copy. It is not stacked until these are known.
 
     Args:
         handler: the transform.
@@ -343,6 +356,7 @@ def _mark_spent(copy: PyTree, argument: PyTree) -> None:
     copies = argument.copies if isinstance(argument, LocalState) else argument
     copy_leaves, leaves = (tree.leaves(t, is_leaf=is_sharded) for t in (copy, copies))
     for x, leaf in zip(copy_leaves, leaves, strict=True):
+        # A `donate` around marks its own argument, and says so in its own words.
         if (reason := why_unusable(x)) and frame().donated is None:
             spend(leaf, reason)
 

@@ -152,11 +152,14 @@ class SlowMo(LocalUpdates):
         beta, alpha, rate, average_every = self.rates
         is_slow_step = step % self.every == 0
         averages = average_every is not None and not step % average_every
+        # One rank is its own mean, but has slow momentum as several have.
         if not is_slow_step and not (averages and where.size > 1):
             return params, {}
         means = average(params, where)
         if not is_slow_step:
             return apply_kernel(assign, params, means)[0], {}
+        # A rate that is a tensor is not read: that would wait for its device, and in a
+        # plan it has no value.
         lr = rate_at(rate, step - 1)
         if not isinstance(lr, Tensor) and not lr > 0:
             raise ValueError(

@@ -33,7 +33,7 @@ def quantized(x: Tensor, block: int) -> Tensor:
     >>> quantized(torch.tensor([1.0, -2.0, 4.0]), 4).shape
     torch.Size([8])
     """
-    if not x.shape[-1]:
+    if not x.shape[-1]:  # torch views no empty scales as bytes
         return x.to(torch.uint8)
     blocks = -(-x.shape[-1] // block)
     padding = blocks * block - x.shape[-1]
@@ -84,7 +84,7 @@ class QuantizedGather(Gather):
         return quantized(part, self.block)
 
     def decode(self, arrived: Tensor, dtype: torch.dtype, count: int) -> Tensor:
-        if not count:
+        if not count:  # torch views nothing as [-1, 0]
             return arrived.to(dtype)
         sent = -(-count // self.block) * (self.block + 4)
         rows = dequantized(arrived.view(-1, sent), count, self.block)

@@ -139,10 +139,13 @@ class HierarchicalReduction(Reduction):
         rows = rows.permute(*_level_order(where, levels), rows.ndim - 1)
         x = rows.reshape(sent.shape)
         for i, level in enumerate(levels):
+            # Each level waits for the one before; the last is left under way.
             if i:
                 # The sums of the level before, encoded again for fewer ranks.
                 x = self.of.decode(handle.wait(), torch.float32, None)  # noqa: F821
                 x = self.of.encode(x, math.prod(n.size for n in levels[i:]))
+            # An encoding for all-to-all has a row for each of all ranks: those of the
+            # ranks that one of this level stands for go together.
             x = x if x.ndim == 1 else x.reshape(level.size, -1)
             handle = self.of.move(x, level, False, what)
         return handle
@@ -180,6 +183,7 @@ class _LevelGather(Handle):
         if self.first is not None:
             x, self.first = self.first.wait(), None
             for i, level in enumerate(self.remaining):
+                # Only the last level brings as much as the target holds.
                 out = self.target if i == len(self.remaining) - 1 else None
                 x = level.start("all_gather", x, out=out, name=self.name).wait()
             self.gathered = self.finish(x)
@@ -216,6 +220,8 @@ class _PartialLevels(KeptGather):
         return self.again(out).wait()
 
     def again(self, out: Tensor) -> Handle:
+        # The first level is gathered once; each call after it starts from what it
+        # brought, which counts as gathered memory of the unit.
         if self.first is not None:
             self.of_nodes = self.first.wait()
             self.first = None
@@ -230,6 +236,7 @@ class _PartialLevels(KeptGather):
 
 def _start_whole_sum(sent: Tensor, levels: Sequence[RankGroup], name: str) -> Handle:
     """Starts a sum of which each rank receives all, as at zero=0."""
+    # A scatter cuts evenly: padded for that, and cut off at the end.
     *within, across = levels
     padding = -len(sent) % math.prod(level.size for level in within)
     x = torch.nn.functional.pad(sent, (0, padding))
@@ -244,6 +251,8 @@ def _levels_inwards(where: RankGroup, across: str) -> list[RankGroup]:
     """Returns the levels of a gather, that of ``across`` first; none without it."""
     levels = [level for level in where.levels if level.size > 1]
     first = [level for level in levels if level.axis == (across,)]
+    # The others from the last axis to the first: what is gathered last lies outermost.
+    # So where ``across`` is the last axis, nothing has to be permuted (`_find_target`).
     return first and first + [x for x in reversed(levels) if x is not first[0]]
 
 

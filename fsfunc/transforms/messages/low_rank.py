@@ -213,12 +213,13 @@ class _LowRank(Feedback):
         parts = _BufferParts.of(shard, self.rank, self.min_rate)
         if not parts.matrices:
             return reduction.send(buffer, shard, where, whole)
-        # Of another call of this buffer, which leaves the rows that this starts from.
+        # A buffer of a unit that is called twice is reduced twice. The sum before is
+        # finished first: it leaves the rows that this one starts from.
         if (earlier := self.in_flight.pop(shard.buffer, None)) is not None:
             earlier.wait()
         rows = self.find_rows(shard)
         residual = buffer.new_zeros(parts.size, dtype=torch.float32)
-        if rows is None:
+        if rows is None:  # the step is only tried: shapes are all that counts
             q = torch.ones(parts.rights_size, dtype=torch.float32, device=buffer.device)
         else:
             residual, q = residual.add_(rows[0], alpha=self.scale), rows[1]
@@ -279,6 +280,8 @@ class _LowRankSum(Handle):
 
     def wait(self) -> Tensor:
         if self.sum is None:
+            # The second collective starts in the wait, and counts in the ledger as one
+            # of the unit's backward, whoever waits.
             with label(self.buffer.partition(":")[0], "backward"):
                 self.sum = self._finish()
         return self.sum
@@ -295,6 +298,7 @@ class _LowRankSum(Handle):
         q = self.where.start("psum", q, name=self.name).wait()
         total = self.gradient.new_empty(self.count)
         approximate, rights = parts.of_buffer(total), parts.rights(q)
+        # Into views of the whole buffer, in which each matrix and range has its place.
         for y, p, f in zip(approximate, lefts, rights, strict=True):
             y.copy_(p @ f.mT)
         for a, b in parts.others:
@@ -310,6 +314,7 @@ class _LowRankSum(Handle):
         self.new_rows[self.buffer] = residual, q
         if self.whole:
             return total
+        # Copied, so that the whole is freed.
         return total.view(ranks, -1)[self.where.index].clone()
 
 
@@ -333,7 +338,7 @@ def _orthonormalize(tall: Sequence[Tensor]) -> list[Tensor]:
     By Householder's reflections: columns of zeros, or that depend on others, come out
     as some that are orthonormal to the rest.
     """
-    # Those of one shape in one call, as a batch.
+    # Those of one shape in one call, as a batch: equal layers have equal matrices.
     by_shape: dict[tuple[int, ...], list[int]] = defaultdict(list)
     for i, x in enumerate(tall):
         by_shape[tuple(x.shape)].append(i)

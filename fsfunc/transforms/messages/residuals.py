@@ -133,6 +133,8 @@ class WithFeedback:
         """Returns the first state."""
         by_buffer: dict[str, list[Sharded]] = {}
         for x in tree.leaves(params, is_leaf=is_sharded):
+            # Buffers of integers or complex numbers are sent as they are: nothing is
+            # lost of them (`_Message.encodes`).
             shard = x.packed if is_sharded(x) else None
             if shard is not None and shard.flat.is_floating_point():
                 if (name := shard.buffer) not in by_buffer:
@@ -216,7 +218,9 @@ class Feedback(ReductionFeedback):
         after = tuple(dict(by_buffer) for by_buffer in self.rows)
         for name, rows in self.new_rows.items():
             for by_buffer, row in zip(after, rows, strict=True):
-                if name in by_buffer:  # this rank's part of the tensor of all rows
+                # A step that is only tried may have no rows of it yet (`find_rows`).
+                if name in by_buffer:
+                    # Declared to be this rank's part of the tensor of all rows.
                     part = declare_type(row[None], "S")
                     by_buffer[name] = by_buffer[name].with_local(part)
         return after

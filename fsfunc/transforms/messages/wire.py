@@ -66,7 +66,9 @@ class _Message:
 
     def __init_subclass__(cls) -> None:
         overrides = not {"encode", "decode"}.isdisjoint(vars(cls))
-        # Silently wrong otherwise: derivatives that do not know of the encoding.
+        # Taken for exact, it would be differentiated as if it sent values as they are:
+        # a wrong gradient with no error. (`Gather` and `Reduction` derive directly, and
+        # have an exact encode.)
         if overrides and _Message not in cls.__bases__ and cls.exact is True:
             raise TypeError(
                 f"{cls.__name__} has an encode or a decode of its own: say exact = "
@@ -212,6 +214,7 @@ def gradients_by_offset(
     """
     gradients: dict[int, Tensor] = {}
     for (_, _, offset), g in zip(views, grads, strict=True):
+        # An empty one has the offset of its neighbour: it would be added to that.
         if g is None or not g.numel():
             continue
         g = to_strided(g).reshape(-1)
@@ -229,6 +232,8 @@ def pack_parts(
     """Packs gradients, given by offset, into one buffer, with zeros between."""
     place, parts, end = shard.place, [], 0
     zeros = partial(shard.flat.new_zeros, dtype=dtype)
+    # By one `cat`, not into a buffer: a backward of the backward, and a graph, go
+    # through it.
     for offset in sorted(grads):
         if offset > end:
             parts.append(zeros(offset - end))
