@@ -72,7 +72,8 @@ class _Apply(torch.autograd.Function):
         info: Any, in_dims: Any, x: Tensor, linear_map: LinearMap, group: RankGroup
     ):  # type: ignore[override]
         d = in_dims[0]
-        # On a vmap mesh the batch dim of this level is the ranks themselves.
+        # On a vmap mesh the batch dim of this level is the ranks themselves. (The + 1:
+        # torch calls a rule at the level beneath the one that it maps.)
         if group.link.vmap_level == _torch.current_level() + 1:
             return group.link.exchange(linear_map, x.movedim(d, 0), group), 0
         # Else it is a dim of the user's, which goes last: the map's dims stay in place.
@@ -83,8 +84,8 @@ class _Apply(torch.autograd.Function):
 class _ApplyPlainly(torch.autograd.Function):
     """`_Apply` for where no transform of ``torch.func`` is active.
 
-    Of a Function with a ``setup_context`` torch inspects the signature in each call:
-    a psum with its derivative took half as many calls again by that.
+    If a Function has a ``setup_context``, torch inspects the signature in each call. A
+    psum with its derivative took half as many Python calls again for that.
     """
 
     @staticmethod
@@ -230,7 +231,7 @@ def collecting_axes(axes: set[str] | None) -> Iterator[None]:
 
     An enclosing call gets them too; with None, only that one does.
     """
-    if axes is None:
+    if axes is None:  # in a unit, say: the set of the call around it stays in force
         yield
         return
     with Scoped(_AXES, axes):
@@ -266,6 +267,7 @@ def apply_over(x: PyTree, axis: Axis, make_map: MakeMap) -> PyTree:
     maps = [make_map(leaf, group) for leaf in leaves]
     for leaf, m in zip(leaves, maps, strict=True):
         m.check(leaf, group)
+    # Also before the first is issued, as a watcher may refuse the call.
     if (watcher := _WATCHER.get()) is not None:
         for leaf, m in zip(leaves, maps, strict=True):
             watcher.collective_called(leaf, m, group)
