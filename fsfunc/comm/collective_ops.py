@@ -174,7 +174,10 @@ def claiming_equal(f: Callable[_P, _R], caller: str, x: PyTree) -> Callable[_P, 
 
 
 def note_summed(tensors: Iterable[Tensor], caller: str) -> None:
-    """Tells the watcher that ``caller`` sums over plain tensors."""
+    """Tells the watcher that ``caller`` sums over plain tensors.
+
+    It refuses parts of sharded leaves: their sum is over this rank's elements alone.
+    """
     if (watcher := _WATCHER.get()) is not None:
         for x in tensors:
             watcher.summed_locally(x, caller)
@@ -231,7 +234,7 @@ def collecting_axes(axes: set[str] | None) -> Iterator[None]:
 
     An enclosing call gets them too; with None, only that one does.
     """
-    if axes is None:  # in a unit, say: the set of the call around it stays in force
+    if axes is None:  # as in a unit: the set of the call around it stays in force
         yield
         return
     with Scoped(_AXES, axes):
@@ -256,6 +259,8 @@ def apply_over(x: PyTree, axis: Axis, make_map: MakeMap) -> PyTree:
     if (axes := _AXES.get()) is not None:
         axes.update(group.axis)
     leaves, treedef = tree.flatten(x)
+    # A number has no dtype and no device to be sent by. (JAX's psum(1, axis), the number
+    # of ranks, is `axis_size`.)
     for leaf in leaves:
         if not isinstance(leaf, Tensor):
             raise TypeError(

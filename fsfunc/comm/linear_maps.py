@@ -282,6 +282,7 @@ class LinearMap:
     def apply_to_all(self, xs: Sequence[Tensor]) -> list[Tensor]:
         """Applies the map to all ranks' inputs at once: the reference semantics."""
         n = len(xs)
+        # `combine` takes two ranks or more, and a local map has none.
         if self.collective is None or n == 1:
             ys = [self.apply_alone(x) for x in xs]
         else:

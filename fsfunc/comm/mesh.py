@@ -108,6 +108,7 @@ class Mesh:
     def coordinate(self, axis: Axis, rank: int | None = None) -> int:
         """Returns the index of ``rank`` along ``axis``, the first name the slowest."""
         names = self.check(axis)
+        # A program that reads its own coordinate may differ along these axes.
         if rank is None:
             note_axes_read(names)
             rank = here(self).rank

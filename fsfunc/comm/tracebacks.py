@@ -161,7 +161,7 @@ def entries(trace: TracebackType | None) -> Iterator[TracebackType]:
 
 
 def joined(entries: list[TracebackType]) -> TracebackType | None:
-    """Makes a new traceback of these entries."""
+    """Makes a new traceback of these entries, which stay linked as they are."""
     trace = None
     for x in reversed(entries):
         trace = TracebackType(trace, x.tb_frame, x.tb_lasti, x.tb_lineno)

@@ -249,7 +249,7 @@ class Mailbox(Board):
     def _lose(self, why: str) -> None:
         with self.changed:
             self.lost = self.lost or f"{self.name} has gone ({why.splitlines()[0]})"
-            self.changed.notify_all()
+            self.changed.notify_all()  # `ask` waits for answers that cannot come now
 
 
 def _describe_store(store: dist.Store) -> tuple[str, int | None]:
