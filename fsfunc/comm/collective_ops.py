@@ -259,8 +259,8 @@ def apply_over(x: PyTree, axis: Axis, make_map: MakeMap) -> PyTree:
     if (axes := _AXES.get()) is not None:
         axes.update(group.axis)
     leaves, treedef = tree.flatten(x)
-    # A number has no dtype and no device to be sent by. (JAX's psum(1, axis), the number
-    # of ranks, is `axis_size`.)
+    # A number has no dtype and no device to be sent by. (JAX's psum(1, axis), the
+    # number of ranks, is `axis_size`.)
     for leaf in leaves:
         if not isinstance(leaf, Tensor):
             raise TypeError(

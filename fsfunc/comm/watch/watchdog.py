@@ -345,6 +345,7 @@ class Watchdog:
     def _check_wait(self, record: FlightRecord, link: Any) -> None:
         waited = time.monotonic() - record.waited
         # A rank that ended by an error may have sent its part before: hence the grace.
+        # After it this wait is ended, which might last until the timeout.
         if waited > _GRACE and self._has_failed(record.ranks):
             link.hang_up(record.ranks)
         elif waited > link.patience and self.reported is not record:
@@ -442,8 +443,9 @@ def _find_odd_rank(
 ) -> str:
     """Names a waiting rank that is at another collective; "" if nobody waits.
 
-    If fewer ranks of the group are there than here it is one of them, if more it is
-    this one. Of two ranks neither knows, and each names the other.
+    Most ranks are taken to be right. If more ranks of the group are at other
+    collectives than at this one, this rank is the odd one; else one of those is. Of two
+    ranks neither knows which is wrong, and each names the other.
     """
     this_call = f"#{record.number} {CollectiveCall(record.signature, *record.label)}"
     states_here = tuple(beginning + this_call for beginning in (_GAVE, "waits in "))
@@ -451,7 +453,8 @@ def _find_odd_rank(
     members = [r for r in waiting if r in record.ranks]
     elsewhere = [r for r in members if not states[r].startswith(states_here)]
     hint = "; FSFUNC_CHECK=1 would tell what it came to in its place"
-    # A send is waited for by a receive, which is another call: so not of transfers.
+    # Not of transfers, where the other rank of two is at another call in any case: a
+    # send waits for a receive.
     if record.signature[0] not in ("send", "receive") and elsewhere:
         count_here = 1 + len(members) - len(elsewhere)
         first = other if other in elsewhere else elsewhere[0]
