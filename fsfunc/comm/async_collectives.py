@@ -65,6 +65,8 @@ def start(
     [[2.0, 2.0], [2.0, 2.0]]
     """
 
+    # Inside, a collective has `launch` run its maps, so its results are functions that
+    # wait; those of another function are tensors.
     with maps_run_by(launch):
         waits, treedef = tree.flatten(collective(x, axis, *args, **options))
     if not all(callable(wait) for wait in waits):
@@ -93,6 +95,7 @@ class Pending(Generic[_R]):
 
     def wait(self) -> _R:
         """Waits for the collective; returns its result, the same one every time."""
+        # A flight ends once, and drops its tensors: later calls return the same result.
         if self._waits:
             tensors = [wait() for wait in self._waits]
             self._output = tree.unflatten(self._treedef, tensors)
@@ -104,7 +107,7 @@ class _Flight:
     """A collective between its start and its wait, and those of its derivatives.
 
     The two Functions are connected in the graph by a token, a scalar zero; the tensors
-    are stored here. By the token autograd orders the wait behind the start.
+    are stored here. The token makes autograd order the wait after the start.
 
     ``transposed`` is the flight of the backward, ``tangents`` those of jvps.
     """
@@ -123,6 +126,9 @@ class _Flight:
         self.version = None if x.is_inference() else x._version
 
     def finish(self, linear_map: LinearMap, group: RankGroup) -> Tensor:
+        # A backend reads the input until the wait: some ranks might have got the values
+        # of before the write, and others those of after. Inference tensors, which have
+        # no version, are not checked.
         if self.version is not None and self.version != self.sent._version:
             raise RuntimeError(
                 f"{linear_map.op} of shape {tuple(self.sent.shape)} over {group.name}: "
@@ -170,7 +176,8 @@ class _Start(torch.autograd.Function):
         flight: _Flight,
     ) -> tuple[Tensor, int]:
         d = in_dims[0]
-        # On a vmap mesh the batch dim of this level is the ranks themselves.
+        # On a vmap mesh the batch dim of this level is the ranks themselves. (The + 1:
+        # torch calls a rule at the level beneath the one that it maps.)
         if group.link.vmap_level == _torch.current_level() + 1:
             flight.work = Done(group.link.exchange(linear_map, x.movedim(d, 0), group))
             return x.new_zeros(info.batch_size), 0

@@ -22,9 +22,9 @@ import torch
 
 from fsfunc.runtime.scopes import Scoped
 
-# How paths of source files begin: fsfunc's own;
+# How the paths of fsfunc's source files begin.
 _OURS = str(Path(__file__).parent.parent) + os.sep
-# torch's, optree's, and those of functions that torch has generated.
+# The same of torch and optree, and of functions that torch has generated.
 _TORCHS: tuple[str, ...] = (
     *(str(Path(str(m.__file__)).parent) + os.sep for m in (torch, optree)),
     *("<frozen ", "<eval_with_key>"),
@@ -50,7 +50,8 @@ class _Owners(dict[str, str]):
     """By the path of a source file, whose code it has: "user", "fsfunc", "torch", ...
 
     A dict that fills itself, as each collective asks of many frames. "anybody" is code
-    of fsfunc that calls the user's functions: who called is told by the frames around.
+    of fsfunc that calls functions which the user or fsfunc gave it: it does not tell
+    who called.
     """
 
     def __missing__(self, path: str) -> str:
@@ -59,6 +60,8 @@ class _Owners(dict[str, str]):
         elif path.startswith(_TORCHS) or path in _DECORATORS:
             owner = "torch"
         else:
+            # The stack of a new thread begins in Python's file: a call that comes from
+            # there alone has no line of the user's.
             owner = "thread" if path == threading.__file__ else "user"
         self[path] = owner
         return owner
@@ -94,8 +97,7 @@ def is_internal() -> bool:
 def source_line() -> str:
     """Returns ``file:line`` of the innermost caller outside fsfunc and torch."""
     frame: FrameType | None = sys._getframe(1)
-    # The loop of `_innermost_user_frame`, again: each collective asks, and a call
-    # costs.
+    # The same loop as `_innermost_user_frame`: each collective asks, and a call costs.
     while frame is not None and OWNERS[frame.f_code.co_filename] != "user":
         frame = frame.f_back
     return "?" if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno}"
@@ -126,6 +128,7 @@ def warn(message: str, category: type[Warning] = UserWarning) -> None:
 def traceback_line(error: BaseException) -> str:
     """Returns ``file:line`` of the innermost frame of ``error`` that is the user's."""
     line, trace = "?", error.__traceback__
+    # A traceback goes inwards: the last of the user's frames is the innermost.
     while trace is not None:
         name = trace.tb_frame.f_code.co_filename
         if OWNERS[name] == "user":
@@ -146,6 +149,9 @@ def called_by_fsfunc() -> bool:
     while frame is not None:
         code = frame.f_code
         name = code.co_filename
+        # Frames of torch are passed over, too: it calls operators for its own caller.
+        # "anybody" counts as the user, who may have given it a function of torch's, as
+        # in `tree.map(torch.relu, x)`.
         if name != caller_file and code.co_name not in _PASSES_ON:
             if (owner := OWNERS[name]) != "torch":
                 return owner == "fsfunc"

@@ -72,7 +72,8 @@ class _Apply(torch.autograd.Function):
         info: Any, in_dims: Any, x: Tensor, linear_map: LinearMap, group: RankGroup
     ):  # type: ignore[override]
         d = in_dims[0]
-        # On a vmap mesh the batch dim of this level is the ranks themselves.
+        # On a vmap mesh the batch dim of this level is the ranks themselves. (The + 1:
+        # torch calls a rule at the level beneath the one that it maps.)
         if group.link.vmap_level == _torch.current_level() + 1:
             return group.link.exchange(linear_map, x.movedim(d, 0), group), 0
         # Else it is a dim of the user's, which goes last: the map's dims stay in place.
@@ -83,8 +84,8 @@ class _Apply(torch.autograd.Function):
 class _ApplyPlainly(torch.autograd.Function):
     """`_Apply` for where no transform of ``torch.func`` is active.
 
-    Of a Function with a ``setup_context`` torch inspects the signature in each call:
-    a psum with its derivative took half as many calls again by that.
+    If a Function has a ``setup_context``, torch inspects the signature in each call. A
+    psum with its derivative took half as many Python calls again for that.
     """
 
     @staticmethod
@@ -173,7 +174,10 @@ def claiming_equal(f: Callable[_P, _R], caller: str, x: PyTree) -> Callable[_P, 
 
 
 def note_summed(tensors: Iterable[Tensor], caller: str) -> None:
-    """Tells the watcher that ``caller`` sums over plain tensors."""
+    """Tells the watcher that ``caller`` sums over plain tensors.
+
+    It refuses parts of sharded leaves: their sum is over this rank's elements alone.
+    """
     if (watcher := _WATCHER.get()) is not None:
         for x in tensors:
             watcher.summed_locally(x, caller)
@@ -230,7 +234,7 @@ def collecting_axes(axes: set[str] | None) -> Iterator[None]:
 
     An enclosing call gets them too; with None, only that one does.
     """
-    if axes is None:
+    if axes is None:  # as in a unit: the set of the call around it stays in force
         yield
         return
     with Scoped(_AXES, axes):
@@ -255,6 +259,8 @@ def apply_over(x: PyTree, axis: Axis, make_map: MakeMap) -> PyTree:
     if (axes := _AXES.get()) is not None:
         axes.update(group.axis)
     leaves, treedef = tree.flatten(x)
+    # A number has no dtype and no device to be sent by. (JAX's psum(1, axis), the
+    # number of ranks, is `axis_size`.)
     for leaf in leaves:
         if not isinstance(leaf, Tensor):
             raise TypeError(
@@ -266,6 +272,7 @@ def apply_over(x: PyTree, axis: Axis, make_map: MakeMap) -> PyTree:
     maps = [make_map(leaf, group) for leaf in leaves]
     for leaf, m in zip(leaves, maps, strict=True):
         m.check(leaf, group)
+    # Also before the first is issued, as a watcher may refuse the call.
     if (watcher := _WATCHER.get()) is not None:
         for leaf, m in zip(leaves, maps, strict=True):
             watcher.collective_called(leaf, m, group)

@@ -1,8 +1,8 @@
 """``collective``: a user's own collective, given with its transpose.
 
 A user gives two functions of public collectives, each the transpose of the other; an
-``autograd.Function`` runs the one forward, and the other as its derivative. Nothing of
-this is needed for a new row of the table (see ``operations``), or for a function whose
+``autograd.Function`` runs the one forward, and the other as its derivative. A new row
+of the table (see ``operations``) needs none of this, nor does a function whose
 derivative is to be what autograd makes of it.
 """
 
@@ -66,6 +66,7 @@ def collective(forward: Map, transpose: Map) -> Map:
 
     @functools.wraps(forward)
     def run(x: Tensor) -> Tensor:
+        # Of plain autograd `_Map.forward` finds out by its result.
         if _torch.functorch_active():
             _check_beside(forward)
             _check_beside(transpose)
@@ -77,7 +78,7 @@ def collective(forward: Map, transpose: Map) -> Map:
 def _check_beside(fn: Map) -> None:
     """Raises if ``torch.func`` differentiates a tensor that ``fn`` closes over.
 
-    Asked before the Function, inside of which the tensor's level is not to be seen.
+    Asked before the Function runs: inside of it the tensor's level cannot be seen.
     """
     for cell in getattr(fn, "__closure__", None) or ():
         with contextlib.suppress(ValueError):  # the cell of a name not bound yet
@@ -86,7 +87,7 @@ def _check_beside(fn: Map) -> None:
                 break
     else:
         return
-    raise ValueError(_BESIDE)
+    raise ValueError(_BESIDE)  # not in the loop, where `suppress` would swallow it
 
 
 _BESIDE = (
@@ -117,6 +118,7 @@ class _Map(torch.autograd.Function):
         detached = x.detach()
         # The rank is set again, as a backward pass may run outside of its context. With
         # gradients on, a result that requires one tells that the map read a parameter.
+        # An inference tensor has no version.
         with set_here(rank), torch.enable_grad():
             version = 0 if x.is_inference() else detached._version
             y = pair.forward(detached)

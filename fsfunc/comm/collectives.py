@@ -249,7 +249,9 @@ def ppermute(x: _Tree, axis: Axis, pairs: Sequence[tuple[int, int]]) -> _Tree:
     """
     pairs = tuple((int(s), int(d)) for s, d in pairs)
     n = axis_size(axis)
-    for indices in zip(*pairs, strict=True):  # all sources, then all targets
+    # All sources, then all targets. A target named twice would have two values, and the
+    # transpose turns the pairs round: so a source may not be named twice either.
+    for indices in zip(*pairs, strict=True):
         if len(set(indices)) != len(indices) or not all(0 <= i < n for i in indices):
             raise ValueError(
                 f"ppermute over {axis!r} of size {n}: each source and target once, "

@@ -31,7 +31,7 @@ _MOST_LINES = 6  # of an error
 
 
 class RanksDiffer(ValueError):
-    """Ranks that must do the same were given different values, or call other ones."""
+    """Ranks that must do the same have different programs or values."""
 
 
 @dataclass(frozen=True)
@@ -82,6 +82,8 @@ def agree(
     if group.link.notes is not None and not waits:
         arrived = _note_arrival(compared, group)
         first, theirs = next(iter(arrived.items()))
+        # Compared as they are, not by digests: ranks of one process read each other's
+        # lines. Bytes may differ, and are returned.
         for local, other in zip(compared, theirs, strict=True):
             if isinstance(local, Section) and isinstance(other, Section):
                 if list(local.lines) != list(other.lines):
@@ -94,6 +96,7 @@ def agree(
         rows = _gather_bytes(b"".join(map(_digest, compared)), group)
         starts = range(0, len(rows[0]), 16)
         columns = [[row[i : i + 16] for row in rows] for i in starts]
+        # Every rank has the same digests here: so all of them gather lines, or none.
         for section, digests in zip(compared, columns, strict=True):
             if isinstance(section, Section) and len(set(digests)) > 1:
                 raise _difference(section, _gather_lines(section.lines, group))
@@ -133,7 +136,7 @@ def run_everywhere(
     result = error = None
     try:
         result = action()
-    except Exception as failure:
+    except Exception as failure:  # an interrupt leaves at once, and waits for nobody
         error = failure
     raise_everywhere(error, group, otherwise)
     return cast("_T", result)
@@ -158,6 +161,7 @@ def raise_everywhere(
         if error is None and any(texts):
             index = next(i for i, text in enumerate(texts) if text)
             name, _, text = texts[index].partition(": ")
+            # A class of Python's can be made of a text; another one perhaps not.
             error_class = _PYTHONS.get(name, otherwise)
             raise error_class(f"rank {group.ranks[index]} could not go on: {text}")
     if error is not None:
@@ -208,7 +212,7 @@ def _gather_bytes(row: bytes, group: RankGroup) -> list[bytes]:
 
 
 def _gather_texts(text: str, group: RankGroup) -> list[str]:
-    """Gathers the ranks' texts; their sizes first, which is all if they are empty."""
+    """Gathers the ranks' texts: first their sizes, and no more if all are empty."""
     data = text.encode(errors="replace")
     rows = _gather_bytes(len(data).to_bytes(8, "little"), group)
     sizes = [int.from_bytes(row, "little") for row in rows]

@@ -39,6 +39,7 @@ def describe_value(value: Any) -> str:
         return repr(value)
     if isinstance(value, Tensor):
         return _tensor(value)
+    # Exactly these: a subclass, such as torch.Size, has a repr with its name.
     if type(value) in (list, tuple):
         inside = ", ".join(map(describe_value, value))
         if type(value) is list:
@@ -72,6 +73,7 @@ def describe_lines(name: str, value: Any, ask: Ask = lambda name, value: ()) -> 
     if type(value) in _NUMBERS:
         return [(name, repr(value))]
     kind, items = _parts(value) or ("", None)
+    # Sorted, as ranks may have filled equal dicts in different orders.
     if items is None and isinstance(value, Mapping):
         items = [(str(key), value[key]) for key in sorted(value, key=str)]
     elif items is None and type(value) in (list, tuple):
@@ -100,7 +102,7 @@ def _parts(value: Any) -> tuple[str, list[tuple[str, Any]]] | None:
 
 
 def _tensor(x: Tensor) -> str:
-    """Describes a tensor by its values; by a checksum of many; by its shape alone."""
+    """Describes a tensor by its values, or a checksum of many; else by its shape."""
     kind = f"tensor {describe_tensor(x.shape, x.dtype)}"
     if not has_values(x):
         return kind
@@ -180,6 +182,8 @@ def checksums(tensors: Sequence[Tensor], cache: _Cache | None = None) -> list[in
     (True, False)
     """
     cache = {} if cache is None else cache
+    # Without inference mode, as the weights are cached: a first call inside of it would
+    # make them inference tensors for the whole process.
     with torch.no_grad(), torch.inference_mode(False):
         weighted_sum = _WeightedSum()
         return [_checksum(x, cache, weighted_sum) for x in tensors]
@@ -190,6 +194,7 @@ def _checksum(x: Tensor, cache: _Cache, weighted_sum: _WeightedSum) -> int:
     version = None if x.is_inference() else x._version
     cached, cached_version, checksum = cache.get(id(x), (None, None, 0))
     is_new = cached is None or cached() is not x  # an id is given to another tensor
+    # Without a version nobody knows whether an inference tensor was written since.
     if is_new or version is None or version != cached_version:
         with _torch.beneath_all_modes():  # unseen by modes that record the step
             checksum = int(weighted_sum(_words(x)).item())
@@ -223,6 +228,8 @@ class _WeightedSum:
 
     def __call__(self, words: Tensor) -> Tensor:
         weights = _weights_on(words.device)
+        # A sum has 64 bits, two words: a round leaves a thousandth, and the words after
+        # the last whole row.
         while words.numel() > _ROW:
             in_whole_rows = words.numel() // _ROW * _ROW
             rows_at_once = _ROWS if _on_host(words) else _FAR_ROWS
@@ -233,6 +240,7 @@ class _WeightedSum:
 
     def _sum_rows(self, rows: Tensor, weights: Tensor) -> Tensor:
         buffer = self.buffers.get(rows.device)
+        # Of _ROWS at least, so that a small tensor's serves the larger ones after it.
         if buffer is None or len(buffer) < len(rows):
             buffer = weights.new_empty(max(_ROWS, len(rows)), _ROW)
             self.buffers[rows.device] = buffer
@@ -248,6 +256,7 @@ def _on_host(x: Tensor) -> bool:
 
 
 def _weights_on(device: torch.device) -> Tensor:
+    # Drawn on the CPU: a generator of a GPU draws other numbers from the same seed.
     if device not in _weights:
         generator = torch.Generator().manual_seed(0)  # the same in every process
         odd = torch.randint(2**62, (_ROW,), generator=generator, device="cpu") * 2 + 1

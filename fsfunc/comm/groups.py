@@ -87,6 +87,7 @@ class RankGroup:
                 ``read_only=`` (see `Link.start`).
         """
         check_sendable(op, x, self)
+        # Here, not in `get_group`: such a step may ask for its index along the axis.
         if self.independent:
             raise ValueError(
                 f"{op} over {self.name} in a step whose ranks along it train copies of "
@@ -148,7 +149,7 @@ def gather_stacked(x: Tensor, group: RankGroup) -> Tensor:
 
     Cost: one all-gather.
     """
-    if group.size > 1:
+    if group.size > 1:  # a link takes collectives of two ranks or more
         gathered = group.start("all_gather", x.to(group.link.device)).wait()
     else:
         gathered = x
@@ -169,7 +170,8 @@ def get_group(axis: Axis, me: Here | None = None) -> RankGroup:
     """
     me = here() if me is None else me
     axis = axis if isinstance(axis, str) else tuple(me.mesh.check(axis))
-    # A step asks for the same few groups in each call: they are cached with the rank.
+    # A step asks for the same few groups in each call: they are cached with the rank. A
+    # name is checked only the first time, when it is not there yet.
     if axis not in me.groups:
         names = me.mesh.check(axis)
         ranks, mean = me.mesh.members(names, me.rank), set(names) <= set(me.mean_axes)
@@ -242,7 +244,7 @@ def check_sendable(op: str, x: Tensor, group: RankGroup) -> None:
 def to_contiguous(x: Tensor) -> Tensor:
     """Returns ``x``, contiguous, and neither lazily conjugated nor negated.
 
-    Backends read memory, which has not what a lazy conjugation or negation says.
+    Backends read memory, where a lazy conjugation or negation is not carried out.
     """
     if x.is_complex() or x.is_neg():
         x = x.resolve_conj().resolve_neg()

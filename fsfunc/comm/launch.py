@@ -17,8 +17,9 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar, cast, get_ar
 
 import torch.distributed as dist
 
-# Its functions have the group of all processes as a default, the one of their import:
-# none yet. Imported once there is one (checkpoints do), they would hold it for ever.
+# Its functions have the group of all processes as a default argument: the group that
+# there is on import. So it is imported while there is none. Imported later, as by
+# checkpoints, they would hold that group for ever.
 import torch.distributed.nn.functional  # noqa: F401
 from torch import Tensor
 
@@ -53,13 +54,15 @@ BACKENDS: tuple[Backend, ...] = get_args(Backend)
 
 @atexit.register
 def _end_gloo() -> None:
-    """Ends gloo's threads while there is a Python for them to let go of tensors in.
+    """Ends gloo's threads before Python ends.
 
-    A thread lets go of a collective's tensors some time after the wait for it is over,
-    and needs the GIL for that: once Python ends there is none to be had, and the whole
-    process ends by SIGABRT. Registered on import of fsfunc: what registers later, as
-    the saves in the background, runs earlier. A fork has none of these threads, and
-    would wait for them.
+    A thread frees a collective's tensors some time after the wait for it is over, and
+    needs the GIL for that. Once Python ends it cannot have the GIL, and the whole
+    process ends by SIGABRT.
+
+    This is registered on import of fsfunc, so it runs after everything that registers
+    later, such as saves in the background. A fork unregisters it: there it would wait
+    for threads that the fork does not have.
     """
     if dist.is_available() and dist.is_initialized() and dist.get_backend() == "gloo":
         dist.destroy_process_group()
@@ -73,8 +76,9 @@ os.register_at_fork(
 class PerRank(list[_R]):
     """One value for each rank hosted here, in rank order, as ``spmd`` returns them.
 
-    On an abstract mesh it has one for each distinct program: ``ranks`` are the ranks
-    that ran, each for all ranks with its coordinates along the axes ``asked``.
+    On an abstract mesh it has one value for each distinct program. ``ranks`` are the
+    ranks that ran: each stands for all ranks that have the same coordinates as it along
+    the axes ``asked``.
 
     IPython and notebooks show states, and other trees with sharded leaves, as a table
     of the bytes that each rank has.
@@ -226,8 +230,9 @@ def spmd(fn: Callable[..., _R], mesh: Mesh) -> Callable[..., PerRank[_R]]:
     @functools.wraps(fn)
     def run(*args: Any) -> PerRank:
         on_ranks = _abstract if mesh.backend == "abstract" else _hosted
-        # As `in_one_thread`, but whole: an interrupt that comes within one of Python's
-        # context managers would leave autograd's threads off for the caller.
+        # Backward passes run in this thread: in a device's they would have no rank.
+        # Not by `in_one_thread`: an interrupt that comes inside a context manager's own
+        # code would leave autograd's threads off for the caller.
         before = _torch.uses_device_threads()
         try:
             _torch.set_uses_device_threads(False)
@@ -257,7 +262,7 @@ def _hosted(fn: Callable[..., Any], mesh: Mesh, args: Sequence[Any]) -> PerRank:
         with set_here(Here(mesh, link.rank, link)):
             try:
                 results = PerRank([fn(*by_rank[0])])
-                link.end()
+                link.end()  # under FSFUNC_CHECK=1 all ranks must have come to an end
                 return results
             except BaseException as error:
                 link.note_raised(error)  # the others ask this rank what became of it
@@ -274,6 +279,7 @@ def _abstract(fn: Callable[..., Any], mesh: Mesh, args: Sequence[Any]) -> PerRan
     per_rank = [a for a in args if isinstance(a, PerRank)]
     for a in per_rank:
         ranks = a.ranks or (0,)
+        # A slice, or what another mesh returned, lacks the value of a rank of this one.
         if len(a) != len(ranks) or ranks[-1] >= mesh.size:
             raise ValueError(
                 f"a list of {len(a)} ranks' values cannot go to {mesh}: it takes what "

@@ -14,9 +14,9 @@ pbroadcast          (n-1)/n b
 ppermute            b, if it is a source
 ==================  ==================
 
-(an all_to_all of unequal parts: b, but for what stays)
+An all_to_all of unequal parts sends b, without the part that stays.
 
-which are the usual closed forms of the ring algorithms (Patarasuk and Yuan, 2009),
+These are the usual closed forms of the ring algorithms (Patarasuk and Yuan, 2009),
 whatever the backend does underneath. An axis of size 1 sends, and counts, nothing.
 """
 

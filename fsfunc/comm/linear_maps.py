@@ -173,7 +173,8 @@ class LinearMap:
         """The keyword arguments of the collective."""
         names = OPERATIONS[self.op].arguments if self.op in OPERATIONS else ()
         kwargs = {name: getattr(self, name) for name in names}
-        # Of equal parts every rank knows the sizes by its own shape, which is compared.
+        # If parts are equal, every rank knows the sizes by its own shape, which is
+        # compared.
         if not self.sizes:
             kwargs.pop("sizes", None)
         return kwargs
@@ -205,8 +206,8 @@ class LinearMap:
     def _widen_counts(self, x: Tensor) -> Tensor:
         """Returns ``x`` in int64 where a sum counts bools, or averages integers.
 
-        ``torch.sum`` counts bools too. A mean of small integers is of a sum that may
-        not fit their dtype.
+        ``torch.sum`` counts bools too. A mean of small integers needs their sum, which
+        may not fit their dtype.
         """
         operation = OPERATIONS.get(self.collective or "")
         if operation is None or operation.fold is not SUM:
@@ -224,6 +225,8 @@ class LinearMap:
             size, index: the number of ranks, and this one's position.
         """
         dims = OPERATIONS[self.op].dims if self.op in OPERATIONS else 0
+        # Backends work along dim 0. The clones are for callers that write the result in
+        # place, which torch refuses for a view that a Function returns.
         if dims == 1:
             y = y.movedim(0, self.dim)
         elif dims == 2 and not self.sizes:  # of unequal parts both dims are 0
@@ -238,7 +241,7 @@ class LinearMap:
             y = y.clone() if index == self.source else torch.zeros_like(y)
         elif self.op in ("cast", "enter"):
             y = y.view_as(y)  # a Function must not return its input itself
-        # `enter` has a power for its transpose, a mean: it is itself the identity.
+        # The power of `enter` is for its transpose, a mean; it is itself the identity.
         if self.power and self.op != "enter":
             n = size ** abs(self.power)
             y = y / n if self.power < 0 else y * n
@@ -279,6 +282,7 @@ class LinearMap:
     def apply_to_all(self, xs: Sequence[Tensor]) -> list[Tensor]:
         """Applies the map to all ranks' inputs at once: the reference semantics."""
         n = len(xs)
+        # `combine` takes two ranks or more, and a local map has none.
         if self.collective is None or n == 1:
             ys = [self.apply_alone(x) for x in xs]
         else:

@@ -66,7 +66,7 @@ class Mesh:
         self.size: int = math.prod(self.axes.values())
         self.link = link
         # Gradients still to compare, by rank, loss and axis: see `gradient_checks`. The
-        # mesh has them where no transformed function runs that could.
+        # mesh stores them where no transformed function runs that could.
         self.uncompared: dict[tuple[int, Any, str], set[str]] = {}
         # By axis and rank: the result of `members`.
         self._members: dict[tuple[tuple[str, ...], int], tuple[int, ...]] = {}
@@ -108,6 +108,7 @@ class Mesh:
     def coordinate(self, axis: Axis, rank: int | None = None) -> int:
         """Returns the index of ``rank`` along ``axis``, the first name the slowest."""
         names = self.check(axis)
+        # A program that reads its own coordinate may differ along these axes.
         if rank is None:
             note_axes_read(names)
             rank = here(self).rank
@@ -117,6 +118,7 @@ class Mesh:
     def members(self, axis: Axis, rank: int | None = None) -> tuple[int, ...]:
         """Returns the ranks that differ from ``rank`` only along ``axis``, in order."""
         names, rank = self.check(axis), self.rank if rank is None else rank
+        # All ranks along an axis have the same members: their entries are made at once.
         if (names, rank) not in self._members:
             fixed, ranges = self.coordinates(rank), [range(self.axes[n]) for n in names]
             ranks = tuple(
@@ -191,8 +193,8 @@ def check_mesh(mesh: Mesh, caller: str) -> Mesh:
     return mesh
 
 
-# Over processes the mesh made last, whose rank is this process: the one of calls
-# outside ``spmd``. Empty, or of one item.
+# The mesh over processes that was made last: this process is one of its ranks, and
+# calls outside ``spmd`` use it. Empty, or of one item.
 _PROCESS_MESH: list[Mesh] = []
 HERE: ContextVar[Here | None] = ContextVar("fsfunc_here", default=None)
 
@@ -205,6 +207,7 @@ def here(mesh: Mesh | None = None) -> Here:
         ValueError: ``mesh`` has another number of ranks than are running.
     """
     current = HERE.get()
+    # Outside of ``spmd`` this process can only be a rank if the mesh is over processes.
     if current is None:
         mesh = mesh or (_PROCESS_MESH[-1] if _PROCESS_MESH else None)
         if mesh is None:

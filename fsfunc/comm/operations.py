@@ -180,7 +180,8 @@ class Operation:
         if self.fold is not None:
             part = x if self.out_rows is None else x.tensor_split(n)[i]
             return self.fold.reduce_equal(part, n)
-        # Of unequal parts the other ranks' rows are not known: all are like the first.
+        # If parts are unequal, the other ranks' rows are not known: all rows are copies
+        # of the first.
         if kwargs.get("sizes"):
             return x[:1].expand(self.result_shape(x.shape, n, i, **kwargs))
         return self.reference([x] * n, i, **kwargs)
@@ -198,7 +199,7 @@ def _ring_both_ways(n: int, i: int, **_: Any) -> Fraction:
 
 
 def _concatenate(xs: Sequence[Tensor], i: int, **_: Any) -> Tensor:
-    # Of one tensor `cat` would lose the strides, which a copy has.
+    # `cat` of one tensor would lose the strides, which `clone` keeps.
     return torch.cat(list(xs)) if len(xs) > 1 else xs[0].clone()
 
 
@@ -291,6 +292,7 @@ def _permute_route(
 ) -> Route:
     sent = {d: x for s, d in pairs if s == i}
     received = {s: y for s, d in pairs if d == i}
+    # No message goes from a rank to itself, and none to a rank that is no target.
     if not received:
         y.zero_()
     elif i in received:

@@ -4,10 +4,10 @@ When an error leaves the outermost public function, its traceback loses the fram
 fsfunc, torch and optree. The frames of the user's code stay, also those that the
 library called, and a note tells how many were left out. They are taken out of the error
 itself, once, as it leaves: so Python, logging, notebooks, pytest and torchrun all print
-the same, and no hook is set in any of them. The note has the frames left out of the
-error itself, for a debugger, so they live as long as the error, as before; those of the
-errors that it was raised from are dropped. ``FSFUNC_TRACEBACK=full``, read as an error
-leaves, turns this off.
+the same, and no hook is set in any of them. The note stores all frames of the error
+itself, for a debugger: they live as long as the error, as they do in Python. Frames
+left out of the errors that it was raised from are dropped. ``FSFUNC_TRACEBACK=full``,
+read as an error leaves, turns this off.
 
 Source: ``jax._src.traceback_util``, whose mode "remove_frames" it is.
 """
@@ -47,7 +47,7 @@ def api_boundary(fn: Callable[_P, _R]) -> Callable[_P, _R]:
     def run(*args: _P.args, **keywords: _P.kwargs) -> _R:
         try:
             return fn(*args, **keywords)
-        except BaseException as error:
+        except BaseException as error:  # an interrupt also shows where the user was
             leave_out(error)
             raise  # adds no frame of ours
 
@@ -77,11 +77,14 @@ def leave_out(error: BaseException) -> None:
         # come through fsfunc, and keeps torch's frames.
         if users and not any(_is_ours(x.tb_frame) for x in frames):
             continue
+        # The note is on this error alone. It names the frame that raised, unless that
+        # is the user's and so the last one shown.
         if linked is error and frames[-1:] != users[-1:]:
             last = f", the last at {_place(frames[-1])}"
         count += len(frames) - len(users)
         # Not `linked.with_traceback`: its class may have a method of that name.
         BaseException.with_traceback(linked, joined(users))
+    # An error that is raised again later has its note, with its first traceback.
     if count and not notes_left(error):
         note = LeftOut(_NOTE.format(count, "s" * (count != 1), last))
         note.traceback = full
@@ -158,7 +161,7 @@ def entries(trace: TracebackType | None) -> Iterator[TracebackType]:
 
 
 def joined(entries: list[TracebackType]) -> TracebackType | None:
-    """Makes a new traceback of these entries."""
+    """Makes a new traceback of these entries, which stay linked as they are."""
     trace = None
     for x in reversed(entries):
         trace = TracebackType(trace, x.tb_frame, x.tb_lasti, x.tb_lineno)

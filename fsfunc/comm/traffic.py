@@ -1,7 +1,7 @@
 """``ledger``, and the ``Ledger`` that it fills: collectives counted, and as a table.
 
 Tests of a step's cost, plans and a user's ``with ff.ledger() as log`` read one. The
-records are made in ``ledgers``, below, which the groups that send can import.
+records are made in ``ledgers``, which ``groups`` can import: that is beneath this file.
 """
 
 from __future__ import annotations

@@ -87,6 +87,7 @@ class Board:
         """Stores a message, unless a later one of its kind and rank is there."""
         with self.changed:
             latest_number, _ = self.latest.get(message[:2], (0, ""))
+            # Of two with one number the later counts: "ends" always has the number 0.
             if message.number >= latest_number:
                 self.latest[message[:2]] = message.number, message.text
                 self.changed.notify_all()
@@ -107,7 +108,7 @@ class Board:
         self.put(message)
 
     def missing(self, ranks: Collection[int]) -> dict[int, str]:
-        """Returns those of ``ranks`` that are silent, or have ended: their states."""
+        """Returns the states of those of ``ranks`` that are silent, or have ended."""
         return {}
 
 
@@ -172,14 +173,16 @@ class Mailbox(Board):
         get_waiting = lambda: set() if self.lost else asked - get_answers().keys()  # noqa: E731
         self.send(get_waiting(), Message(kind, self.rank, number, text))
         self.wait(_SOON, lambda: not get_waiting())
-        # Not for ranks whose connections are closed.
+        # Ranks whose connections are closed are not waited for any longer.
         self.wait(_LIMIT, lambda: get_waiting() <= self.known_states.keys())
         errors, answers = self.last_words(asked), get_answers()
         lost = self.lost or ("" if self.rank in answers else f"{self.name} is silent")
         states = {}
-        # An answer with the number of a rank's last message is no answer: it has ended.
+        # `answers` also has the last messages of ranks, whose number is above those of
+        # questions: such a rank has not answered, but ended.
         for r in asked - (answers.keys() - self.read("is", asked, _ENDED)):
             unheard = f"cannot be asked: {lost}" if lost else _UNKNOWN
+            # The store is in that rank's process: it has gone, or is silent, with it.
             if lost and r == self.keeper:
                 unheard = GONE if self.lost else SILENT
             ended = f"{errors[r] or 'has returned'}, and ended" if r in errors else ""
@@ -200,8 +203,8 @@ class Mailbox(Board):
 
     def close(self, why: str) -> None:
         """Sends the error that this rank ended by, or "", and ends the thread."""
-        # Rank 0, if it has the store, waits for answers: the store ends with it. The
-        # others tell it that they end well, and all of them an error.
+        # Rank 0, if it keeps the store, waits for answers, as the store ends with it.
+        # Other ranks tell only rank 0 that they end well, and every rank of an error.
         if self.keeper == self.rank:
             self.ask(self.others, "ended", why)
         else:
@@ -217,9 +220,10 @@ class Mailbox(Board):
         while not self.over:
             try:
                 data = self.inbox.queue_pop(str(self.rank))
-            except RuntimeError as error:
+            except RuntimeError as error:  # the store has gone
                 self._lose(str(error))
                 return
+            # `over` may be set since: `close` sends a message to wake this thread.
             if (message := parse(data, self.size)) is not None and not self.over:
                 self._receive(message)
 
@@ -228,7 +232,9 @@ class Mailbox(Board):
         if kind in ("is", "save", "ends"):
             self.put(message)
             return
-        if number:  # a question
+        # A question. This rank's own is answered here: that it came through the store
+        # shows that the store is not silent.
+        if number:
             answer = Message("is", self.rank, number, self.answer(kind))
             if rank == self.rank:
                 self.put(answer)
@@ -243,7 +249,7 @@ class Mailbox(Board):
     def _lose(self, why: str) -> None:
         with self.changed:
             self.lost = self.lost or f"{self.name} has gone ({why.splitlines()[0]})"
-            self.changed.notify_all()
+            self.changed.notify_all()  # `ask` waits for answers that cannot come now
 
 
 def _describe_store(store: dist.Store) -> tuple[str, int | None]:

@@ -179,7 +179,7 @@ def patience_of(timeout: timedelta | None) -> float:
         return min(timeout.total_seconds() / 2, 300.0) if timeout else 300.0
     try:
         seconds = float(text)
-        if not seconds >= 0:
+        if not seconds >= 0:  # a nan, too
             raise ValueError
     except ValueError:
         raise ValueError(
@@ -203,6 +203,8 @@ class Watchdog:
     def join(self, rank: int, size: int, store: dist.Store) -> None:
         """Starts to exchange messages with the ranks of a process group."""
         before, self.rank = self.mailbox, rank
+        # Meshes of one process group share a mailbox. Another store is that of a group
+        # made since `destroy_process_group`.
         if before is not None and before.store is store:
             return
         if before is not None:
@@ -211,6 +213,7 @@ class Watchdog:
             self.mailbox = Mailbox(store, rank, size, self._answer)
         except NotImplementedError:  # no queues: ranks only know what gloo reports
             self.mailbox = None
+        # Once a process: set twice, the hook would be its own predecessor, and recurse.
         if self.thread is None:
             self.thread = threading.Thread(target=self._run, daemon=True, name="fsfunc")
             self.thread.start()
@@ -224,6 +227,8 @@ class Watchdog:
     def states(self, ranks: Iterable[int]) -> dict[int, str]:
         """Asks ranks for their states: where each is, or what became of it."""
         states = {self.rank: self.flight.state()}
+        # This rank is asked as well: if the store is silent, its state is known all the
+        # same.
         if self.mailbox is not None:
             size = self.mailbox.size
             asked = range(size) if size <= _WHOLE else [*ranks]
@@ -235,7 +240,7 @@ class Watchdog:
 
     def note_raised(self, error: BaseException) -> None:
         """Notes that ``error`` left this rank's program, which may still go on."""
-        if isinstance(error, SystemExit) and not error.code:
+        if isinstance(error, SystemExit) and not error.code:  # it ends well
             return
         # An error after a wait in vain follows from that, whose text blames another
         # rank.
@@ -251,6 +256,7 @@ class Watchdog:
         trace: TracebackType | None,
     ) -> None:
         """Tells the other ranks of an error that ends this one; an ``excepthook``."""
+        # A fork inherits the hook, and is no rank: its errors are its own.
         if os.getpid() == self.pid:
             self.note_raised(error)
             if self.flight.error_text and self.mailbox is not None:
@@ -284,6 +290,7 @@ class Watchdog:
             if other is not None and state:
                 self.mailbox.known_states[other] = state
         states = self.states(ranks)
+        # Of a rank that does not answer now, the header tells where it was before.
         for r, text in (header_texts or {}).items():
             if not _has_answered(states.get(r, SILENT)):
                 states[r] = f"{states.get(r, SILENT)}; it came to {text}"
@@ -293,6 +300,7 @@ class Watchdog:
         )
         others_states = {r: text for r, text in states.items() if r != self.rank}
         blamed, cause = _find_cause(others_states, self.rank, other)
+        # Without descriptors no connection is made, whatever the other ranks do.
         if blamed is None and out_of_descriptors():
             blamed, cause = self.rank, f"Rank {self.rank} itself: {NO_DESCRIPTOR}"
         if not cause:
@@ -311,6 +319,7 @@ class Watchdog:
 
     def close(self) -> None:
         """Tells its last state, and ends the threads while Python can run them."""
+        # A fork has inherited this as an exit handler, and no threads to end.
         if os.getpid() != self.pid or self.thread is None:
             return
         if self.mailbox is not None:
@@ -322,6 +331,8 @@ class Watchdog:
 
     def _run(self) -> None:
         pause = _TICK
+        # Looks are more frequent where a wait is to be reported within two seconds.
+        # Once it is reported, only the end of another rank is looked for.
         while not self.over.wait(pause):
             record = self.flight.waiting()
             link = record and record.link()
@@ -333,6 +344,8 @@ class Watchdog:
 
     def _check_wait(self, record: FlightRecord, link: Any) -> None:
         waited = time.monotonic() - record.waited
+        # A rank that ended by an error may have sent its part before: hence the grace.
+        # After it this wait is ended, which might last until the timeout.
         if waited > _GRACE and self._has_failed(record.ranks):
             link.hang_up(record.ranks)
         elif waited > link.patience and self.reported is not record:
@@ -350,6 +363,7 @@ class Watchdog:
     def _print_states(self, record: FlightRecord) -> None:
         """Prints where all ranks are, on the lowest of those that wait."""
         states = self.states(record.ranks)
+        # Every rank that waits comes here, and one table is enough.
         if any(
             text.startswith("waits ") for r, text in states.items() if r < self.rank
         ):
@@ -364,6 +378,8 @@ class Watchdog:
 def _explain(error: BaseException, other: int | None) -> tuple[str, str]:
     """Returns why a wait was in vain, and the state of ``other`` by that, or ""."""
     text, waited_for = str(error), "another rank" if other is None else f"rank {other}"
+    # torch raises one class for all of them. Gloo says "Timed out", this library
+    # "timed out".
     if "imed out" in text:
         return f"{waited_for} did not come in time", SILENT
     # This process has hung up: see `hang_up`.
@@ -374,6 +390,7 @@ def _explain(error: BaseException, other: int | None) -> tuple[str, str]:
 
 def out_of_descriptors() -> bool:
     """Returns whether this process can have no more descriptors, so no connections."""
+    # No call of the system's tells: so one descriptor is made, and closed.
     try:
         os.close(os.dup(2))
     except OSError as error:
@@ -403,12 +420,16 @@ def _find_cause(
     blamed_by = {
         r: int(m[1]) for r, text in states.items() if (m := _BLAMED.search(text))
     }
+    # A rank that raised or has ended will not come; one that does not answer, or runs,
+    # may only be late. So any of the first kinds is named before the others.
     for beginning in _CAUSES:
         causes = [r for r, text in states.items() if text.startswith(beginning)]
         if causes:
             likely = [*blamed_by.values(), other]
             first = next((r for r in likely if r in causes), causes[0])
             return first, f"Rank {first} {states[first]}"
+    # All other ranks wait. Those that blame one gave up earlier: the lowest of these
+    # witnesses is believed.
     for witness, blamed in blamed_by.items():
         testimony = f"rank {witness} {states[witness]}"
         if blamed == rank:
@@ -422,8 +443,9 @@ def _find_odd_rank(
 ) -> str:
     """Names a waiting rank that is at another collective; "" if nobody waits.
 
-    If fewer ranks of the group are there than here it is one of them, if more it is
-    this one. Of two ranks neither knows, and each names the other.
+    Most ranks are taken to be right. If more ranks of the group are at other
+    collectives than at this one, this rank is the odd one; else one of those is. Of two
+    ranks neither knows which is wrong, and each names the other.
     """
     this_call = f"#{record.number} {CollectiveCall(record.signature, *record.label)}"
     states_here = tuple(beginning + this_call for beginning in (_GAVE, "waits in "))
@@ -431,6 +453,8 @@ def _find_odd_rank(
     members = [r for r in waiting if r in record.ranks]
     elsewhere = [r for r in members if not states[r].startswith(states_here)]
     hint = "; FSFUNC_CHECK=1 would tell what it came to in its place"
+    # Not of transfers, where the other rank of two is at another call in any case: a
+    # send waits for a receive.
     if record.signature[0] not in ("send", "receive") and elsewhere:
         count_here = 1 + len(members) - len(elsewhere)
         first = other if other in elsewhere else elsewhere[0]
@@ -442,6 +466,7 @@ def _find_odd_rank(
         return f"Rank {first} {states[first]}{hint}"
     by_kind = [[r for r in states if states[r].startswith(kind)] for kind in _WAITS]
     unasked = [r for r in states if states[r].startswith("cannot ")]
+    # A rank that gave up has seen more than one that still waits.
     for candidates in [*by_kind, unasked]:
         if candidates:
             first = other if other in candidates else candidates[0]
