@@ -7,8 +7,8 @@ A store for one attempt. torchrun may give restarted workers the store that thos
 them wrote to (torch 2.13 does, unless TORCH_DISABLE_SHARE_RDZV_TCP_STORE is 1), with
 the old addresses of gloo or NCCL. So the ranks first agree on a new prefix.
 
-A group is closed after an error, as ranks may then be at different collectives, and a
-tag is used again after 4,096 of them.
+A group is closed after an error. Ranks may then be at different collectives, whose
+messages could be matched, as a tag is used again after 4,096 collectives.
 
 Groups belong to torch, and are referred to weakly. A group has threads. If a mesh kept
 one alive beyond `destroy_process_group`, a thread would free a tensor while Python
@@ -68,6 +68,8 @@ def meet(rank: int, size: int, timeout: timedelta | None) -> dist.Store:
     ask = partial(ask_store, rank, size, limit)
 
     def make_store() -> dist.Store:
+        # One for all meshes of this process: a second one of rank 0 would need the
+        # port.
         if address not in _STORES:
             _STORES[address] = dist.TCPStore(
                 *address,
@@ -95,7 +97,7 @@ def ask_store(rank: int, size: int, limit: timedelta, call: Callable[[], _T]) ->
     except (dist.DistError, Unanswered) as error:
         if out_of_descriptors():
             raise OSError(errno.EMFILE, f"rank {rank}: {NO_DESCRIPTOR}") from error
-        if rank == 0 and not launched:
+        if rank == 0 and not launched:  # it has the store: no other is to blame
             raise
         owner = "the launcher" if launched else "rank 0"
         is_silent = isinstance(error, Unanswered)
@@ -286,7 +288,7 @@ def hang_up(group: dist.ProcessGroup, others: Sequence[int]) -> None:
             work: Any = dist.irecv(byte, other, group, unused_tag)
             work.wait(timedelta(milliseconds=1))
         except RuntimeError:
-            pass
+            pass  # it timed out, as it is meant to, or that rank has ended
 
 
 def is_of_others(error: BaseException) -> bool:
@@ -303,7 +305,10 @@ _OTHERS = ("imed out", "imeout", "onnection closed", "onnection reset", "onnect 
 
 
 def is_torn(error: RuntimeError) -> bool:
-    """Returns whether an error says that a connection is closed."""
+    """Returns whether an error says that a connection is closed.
+
+    torch raises gloo's as plain RuntimeErrors, which only their text tells from others.
+    """
     text = str(error)
     return isinstance(error, Disconnected) or "gloo" in text or "pair closure" in text
 

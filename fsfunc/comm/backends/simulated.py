@@ -149,7 +149,9 @@ def _run_threads(
             thread = Thread(target=context.run, args=thread_args, daemon=True)
             thread.start()
             threads.append(thread)
-    except (RuntimeError, MemoryError) as error:  # the system has no more threads
+    # The system has no more threads. The ranks that have none count as ended; those
+    # that have one run into the error, and end.
+    except (RuntimeError, MemoryError) as error:
         baton.state[len(threads) :] = ["done"] * (mesh.size - len(threads))
         baton.fail(error)
     if threads:
@@ -187,6 +189,8 @@ def _wait_for_all(baton: Baton, interrupts: Interrupts) -> None:
             if interrupts.deferred is None:
                 continue
             interrupted = interrupted or time.monotonic()
+            # The innermost run's rank is the one whose code runs. Each time `_GRACE`
+            # has passed it is tried again: the rank may have caught the exception.
             if time.monotonic() - interrupted > _GRACE:
                 interrupted = time.monotonic()
                 _RUNS[-1].stop_running()
@@ -211,6 +215,7 @@ def _only_run(baton: Baton) -> Iterator[Baton]:
     A rank may call ``spmd``: its thread is one of an outer run's, and waits for the
     inner one.
     """
+    # Before the check: of two threads that begin at once the later one sees the other.
     _RUNS.append(baton)
     others = _RUNS[: _RUNS.index(baton)]
     try:
@@ -247,6 +252,7 @@ def _run_rank(
     except BaseException as error:
         if baton.process != os.getpid():
             _exit_fork(error)
+        # What follows from another rank's error is not reported, and has no note.
         if baton.error is None:
             baton.fail(error)
             with suppress(TypeError):  # of notes that are no list
@@ -280,6 +286,7 @@ def carry_settings() -> Callable[[], ExitStack]:
             f"spmd cannot carry {', '.join(modes)} into simulated ranks: a mode acts "
             "in one thread; enter it inside the function given to spmd"
         )
+    # Its levels are of this thread: ranks would compute outside of them.
     if _torch.functorch_active():
         raise RuntimeError(
             "spmd on simulated ranks inside a torch.func transform: differentiate or "
@@ -308,6 +315,7 @@ def carry_settings() -> Callable[[], ExitStack]:
         stack.enter_context(torch.autograd.set_multithreading_enabled(False))
         for device_type, dtype in autocasts:
             stack.enter_context(torch.autocast(device_type, dtype))
+        # Entering a device is a mode, which slows every operation: not for the CPU.
         if not is_default:
             stack.enter_context(device)
         if stream is not None:
