@@ -78,9 +78,8 @@ def test_messages_come_whole_and_in_order(data):
     for work in sent:
         work.wait()
     here.neighbours.progress()
-    assert (
-        not here.neighbours.by_rank[1].unread and not there.neighbours.by_rank[0].early
-    )
+    assert not here.neighbours.by_rank[1].unread
+    assert not there.neighbours.by_rank[0].early
 
 
 def test_a_spent_tensor_is_read_where_it_is_and_free_once_it_was_read():

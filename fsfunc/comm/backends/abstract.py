@@ -287,7 +287,8 @@ def is_value_read(error: BaseException) -> bool:
 def naming_value_reads(reader: str, instead: str) -> Iterator[None]:
     """Inside, fake tensors that are asked for a value raise with the source line.
 
-    Compiled functions run as plain ones.
+    Compiled functions run as plain ones: a compiled kernel would read memory that fake
+    tensors do not have.
 
     Args:
         reader: the function that asks, for the message.

@@ -89,6 +89,7 @@ class Transfers:
         directions: tuple[int, int],
     ) -> Headers | None:
         """Sends this rank's header to index ``other``, if transfers are compared."""
+        # Headers need tags, which NCCL has not.
         compared = group.compared and not self.checks
         if dist.get_backend(channel.process_group) != "gloo" or compared:
             return None

@@ -68,8 +68,8 @@ def meet(rank: int, size: int, timeout: timedelta | None) -> dist.Store:
     ask = partial(ask_store, rank, size, limit)
 
     def make_store() -> dist.Store:
-        # One for all meshes of this process: a second one of rank 0 would need the
-        # port.
+        # Stored: on rank 0 the server ends with this object, and others may still ask
+        # it.
         if address not in _STORES:
             _STORES[address] = dist.TCPStore(
                 *address,
@@ -95,7 +95,7 @@ def ask_store(rank: int, size: int, limit: timedelta, call: Callable[[], _T]) ->
     try:
         return within(limit.total_seconds() + ANSWERS, call)
     except (dist.DistError, Unanswered) as error:
-        if out_of_descriptors():
+        if out_of_descriptors():  # this process is to blame, not who has the store
             raise OSError(errno.EMFILE, f"rank {rank}: {NO_DESCRIPTOR}") from error
         if rank == 0 and not launched:  # it has the store: no other is to blame
             raise
@@ -127,7 +127,7 @@ def fresh(store: dist.Store, rank: int, size: int, patience: float) -> dist.Stor
     own_number, deadline = uuid.uuid4().hex, time.monotonic() + patience
     store.set(f"here/{rank}", own_number)
 
-    def read(key: str) -> str:
+    def read(key: str) -> str:  # `get` alone would wait until the key is set
         return store.get(key).decode() if store.check([key]) else ""
 
     def name_late_ranks() -> str:
@@ -143,6 +143,7 @@ def fresh(store: dist.Store, rank: int, size: int, patience: float) -> dist.Stor
 
     late_ranks = ""
     while not late_ranks:
+        # Each turn anew: numbers that are found at first may be of an earlier attempt.
         if rank == 0:
             store.set("list", ",".join(read(f"here/{r}") for r in range(size)))
         numbers = read("list")
@@ -339,6 +340,7 @@ def within(seconds: float, call: Callable[[], _T]) -> _T:
             over.set()
 
     context = contextvars.copy_context()
+    # A daemon: a thread that still waits must not keep Python from ending.
     thread = threading.Thread(target=context.run, args=(run,), daemon=True)
     thread.start()
     if not over.wait(seconds):

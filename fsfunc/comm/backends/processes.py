@@ -151,8 +151,8 @@ class ProcessLink(Link):
     ) -> Handle:
         """Returns what ``issue`` does, which sends this rank's part of a call.
 
-        An error closes the mesh if others may be ahead of this rank, or it of them: a
-        closed connection, whose error names the rank, a mismatch, and an interrupt.
+        Three errors close the mesh, as ranks may then be at different places: a closed
+        connection, whose error names the rank, a mismatch, and an interrupt.
         """
         try:
             return issue(*args, **kwargs)
@@ -168,8 +168,8 @@ class ProcessLink(Link):
             if isinstance(error, CollectiveMismatch):
                 self.close(record.call, error)
             # Any other error is of the call itself, as a TypeError is: the mesh is
-            # closed or destroyed already, or torch refuses the tensor. Every rank that
-            # makes the call raises alike, so all are still at one place.
+            # closed or destroyed already, or torch refuses the tensor. Such a call
+            # raises on every rank alike, so all are still at one place.
             raise
         except KeyboardInterrupt as error:  # some of its messages may have been sent
             self.close(self.flight.records[-1].call, error)
@@ -209,9 +209,9 @@ class ProcessLink(Link):
         others would raise.
         """
         if self.checks and self.paired and self.device == "cpu":
-            # Headers have tags of their own, so "end" meets whatever another calls. On
-            # NCCL, without tags, there is nothing to send that any collective would
-            # meet.
+            # Headers have tags of their own, so "end" meets whatever another rank
+            # calls. On NCCL, which has no tags, it would be matched with another's
+            # data.
             for group in list(self.used.values()):
                 self.start("end", torch.empty(0, device="cpu"), group).wait()
 
@@ -280,7 +280,7 @@ class ProcessLink(Link):
             pairs = Pairs(record, group, channel, self.results, compared, read_only)
             return pairs.start(op, x, out, **kwargs)
         # Before the data, as NCCL has no tags: it would match unlike collectives. The
-        # fake backend has no other ranks.
+        # fake backend sends nothing.
         if not compared and not self.fake:
             record.line = source_line()
             header = pack_header(record, digest(record.signature)).to(x.device)

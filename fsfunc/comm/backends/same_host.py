@@ -275,8 +275,8 @@ class _Encounter:
             connection.close()
             return
         key, rank = _KNOCK.unpack(knock.ljust(_KNOCK.size, b"\0")[: _KNOCK.size])
-        # Any process of this host can connect, and a rank knocks once: what has another
-        # key, or comes again, is no rank of this mesh.
+        # Any process of this host can connect, and a rank knocks once: who has another
+        # key, or names a rank that came already, is a stranger.
         if key != self.key or rank not in self.on_host or self.status[rank]:
             connection.close()
             for descriptor in descriptors:

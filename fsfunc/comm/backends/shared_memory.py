@@ -127,8 +127,7 @@ class SharedPool(BufferPool):
         # appends, and the list changes here.
         while self.memory.given_back:
             self.taken.remove(self.memory.given_back.popleft())
-        # Whole pages, as the kernel frees no part of one. The first gap: pages that
-        # were used before are low in the file, which then needs few addresses.
+        # Whole pages, as the kernel frees no part of one.
         whole_pages, start = -(-size // PAGE) * PAGE, 0
         for begin, end in self.taken:
             if begin - start >= whole_pages:

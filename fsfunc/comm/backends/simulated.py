@@ -120,12 +120,16 @@ def run_simulated(
     Every rank begins with the state of the caller's default generator, which at the end
     has the state of rank 0's.
     """
+    # A rank's thread may be the first to make fake tensors, where torch 2.11 ends the
+    # process if it is built with CUDA and finds no device.
     _torch.ready_for_threads()
     enter_settings, baton = carry_settings(), Baton(mesh.size)
     interrupts = Interrupts(partial(_interrupt_ranks, baton))
     # `begin` is inside of the ``try``: an interrupt may come in it, too.
     try:
         interrupts.begin()
+        # torch has one level of forward mode for all threads: the first rank to close
+        # it would end the tangents of the others.
         with _only_run(baton), _torch.shared_forward_ad():
             return _run_threads(baton, interrupts, mesh, enter_settings, fn, args)
     finally:
@@ -189,8 +193,9 @@ def _wait_for_all(baton: Baton, interrupts: Interrupts) -> None:
             if interrupts.deferred is None:
                 continue
             interrupted = interrupted or time.monotonic()
-            # The innermost run's rank is the one whose code runs. Each time `_GRACE`
-            # has passed it is tried again: the rank may have caught the exception.
+            # In the innermost run a rank's code runs; outer ones wait for it. It is
+            # tried again later: the rank may be in the scheduler, or catch the
+            # exception.
             if time.monotonic() - interrupted > _GRACE:
                 interrupted = time.monotonic()
                 _RUNS[-1].stop_running()
@@ -315,7 +320,8 @@ def carry_settings() -> Callable[[], ExitStack]:
         stack.enter_context(torch.autograd.set_multithreading_enabled(False))
         for device_type, dtype in autocasts:
             stack.enter_context(torch.autocast(device_type, dtype))
-        # Entering a device is a mode, which slows every operation: not for the CPU.
+        # An entered device is a mode, which slows every operation: without one it is
+        # the CPU already.
         if not is_default:
             stack.enter_context(device)
         if stream is not None:
