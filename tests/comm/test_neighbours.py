@@ -65,25 +65,26 @@ def test_messages_come_whole_and_in_order(data):
                 works[j] = receive(j)
         x = value(n, i)
         if lies[i]:
-            x = here.near.pool.get(n, x.dtype, x).copy_(x)
+            x = here.neighbours.pool.get(n, x.dtype, x).copy_(x)
         sent.append(here.send(x, 1, tags[i], answered=early[i])[1])
         x.fill_(7)  # it may be written at once
         if comes[i]:
-            there.near.progress()
+            there.neighbours.progress()
     works = [receive(i) if w is None else w for i, w in enumerate(works)]
     for i in data.draw(st.permutations(range(len(counts)))):
         works[i].wait()
         assert torch.equal(into[i], value(counts[i], i))
-    there.near.progress()
+    there.neighbours.progress()
     for work in sent:
         work.wait()
-    here.near.progress()
-    assert not here.near.by_rank[1].unread and not there.near.by_rank[0].early
+    here.neighbours.progress()
+    assert not here.neighbours.by_rank[1].unread
+    assert not there.neighbours.by_rank[0].early
 
 
 def test_a_spent_tensor_is_read_where_it_is_and_free_once_it_was_read():
     here, there = both()
-    pool = here.near.pool
+    pool = here.neighbours.pool
     x = pool.get(LARGE, torch.float32, torch.empty(0))
     at = x.data_ptr()
     x.fill_(3)
@@ -159,12 +160,12 @@ def test_who_waits_goes_on_with_the_messages_of_its_other_meshes():
     (here, there), (others, theirs) = both(), both()
     for k in range(300):
         here.send(value(200, k), 1, k)
-    assert here.near.by_rank[1].out
+    assert here.neighbours.by_rank[1].out
     into = torch.zeros(3)
     thread = threading.Thread(target=others.receive(into, 1, 0)[1].wait)
     thread.start()
-    while here.near.by_rank[1].out and thread.is_alive():
-        there.near.progress()
+    while here.neighbours.by_rank[1].out and thread.is_alive():
+        there.neighbours.progress()
     theirs.send(torch.ones(3), 0, 0)
     thread.join(60)
     assert into.tolist() == [1.0] * 3
@@ -204,8 +205,8 @@ def test_who_has_gone_is_not_waited_for():
     here, there = both()
     work = here.send(torch.ones(3), 1, 0, answered=True)[1]
     assert not work.is_completed()
-    there.near.close()
-    there.near.progress()
+    there.neighbours.close()
+    there.neighbours.progress()
     assert work.is_completed()
     with pytest.raises(Disconnected, match="closed its connection"):
         work.wait()
@@ -226,7 +227,7 @@ def test_a_context_of_the_caller_changes_nothing(context):
     with context():
         here.send(x, 1, 0)
         there.receive(into, 0, 0)[1].wait()
-        room = here.near.pool.get(3, torch.float32, x)
+        room = here.neighbours.pool.get(3, torch.float32, x)
     assert torch.equal(into, x) and room.device == x.device
 
 
@@ -264,7 +265,7 @@ def test_a_mesh_that_is_dropped_leaves_nothing():
     here, there = both()
     here.send(torch.ones(5000), 1, 0)
     there.receive(torch.zeros(5000), 0, 0)[1].wait()
-    kept = here.near.pool.get(0, torch.float32, torch.empty(0))
+    kept = here.neighbours.pool.get(0, torch.float32, torch.empty(0))
     assert left() > before
     del here, there, kept
     assert left() == before

@@ -22,7 +22,7 @@ def test_processes_are_as_simulated_ranks(processes, way):
         if sys.argv[1] == "two hosts":
             same_host.host = lambda: f"host{os.environ['RANK'] == '2'}"
         mesh = against_simulated({"data": 3}, ["data"], sys.argv[1] != "gloo")
-        near = {} if mesh.link.near is None else mesh.link.near.by_rank
+        near = {} if mesh.link.neighbours is None else mesh.link.neighbours.by_rank
         due = {"one host": [2, 2, 2], "two hosts": [1, 1, 0], "gloo": [0, 0, 0]}
         assert len(near) == due[sys.argv[1]][mesh.rank], near
         assert sys.argv[1] == "two hosts" or over_processes(3) == []

@@ -123,6 +123,8 @@ def run_abstract(
     def fake(x: Leaf) -> Leaf:
         return fake_modes.fake_of(mode, x) if isinstance(x, Tensor) else x
 
+    # Until no run reads a coordinate along another axis: each such axis has more ranks
+    # whose programs may differ.
     while todo := [r for r in _lowest_ranks(mesh, asked) if r not in results]:
         for rank in todo:
             link = AbstractLink(rank, notes)
@@ -140,6 +142,7 @@ def run_abstract(
 def _lowest_ranks(mesh: Mesh, asked: set[str]) -> list[int]:
     """Returns the lowest rank of each set with equal coordinates along ``asked``."""
     axes = {name: n for name, n in mesh.axes.items() if name in asked}
+    # Before any is listed: a mesh on paper may have a million ranks.
     count = math.prod(axes.values())
     if count > _MOST_PROGRAMS:
         raise ValueError(
@@ -207,7 +210,7 @@ class VmapLink(Link):
         """Returns ``x``, batched at the mesh's level, so that its rule is called."""
         with _torch.forward_ad_enabled():  # we may be inside a jvp
             zeros = (self.ranks * 0).to(x.dtype)
-            # x - 0, as -0.0 + 0 would be 0.0. Bools have no difference.
+            # x - 0, as -0.0 + 0 would be 0.0. Of bools torch has no difference.
             return x | zeros if x.dtype == torch.bool else x - zeros
 
     def exchange(self, linear_map: LinearMap, x: Tensor, group: GroupOfRanks) -> Tensor:
@@ -218,6 +221,8 @@ class VmapLink(Link):
             ys = linear_map.apply_to_all([inputs[r] for r in ranks])
             for i, (r, y) in enumerate(zip(ranks, ys, strict=True)):
                 results[r] = y
+                # A rule runs once for all ranks, below `RankGroup`, which notes one
+                # rank's collective on other backends. Of a single rank nothing is sent.
                 if linear_map.collective and len(ranks) > 1:
                     ranks_group = replace(group, ranks=ranks, index=i, rank=r)  # type: ignore[type-var]
                     kwargs = linear_map.kwargs
@@ -263,13 +268,14 @@ def run_vmapped(
 
     def call(ranks: Tensor, *tensors: Tensor) -> list[Tensor]:
         nonlocal out_treedef
+        # vmap maps tensors alone: any other leaf is rank 0's, equal on all.
         leaves = [column[0] for column in columns]
         for i, x in zip(batched, tensors, strict=True):
             leaves[i] = x
         link = VmapLink(mesh, _torch.current_level(), ranks)
         with set_here(Here(mesh, 0, link)):
             out, out_treedef = tree.flatten(fn(*tree.unflatten(treedef, leaves)))
-        # vmap returns tensors alone: the ranks stand in for what is none.
+        # vmap returns tensors alone: the ranks' numbers stand in for any other leaf.
         for i, x in enumerate(out):
             if not isinstance(x, Tensor):
                 constants[i], out[i] = x, ranks
@@ -300,7 +306,8 @@ def is_value_read(error: BaseException) -> bool:
 def naming_value_reads(reader: str, instead: str) -> Iterator[None]:
     """Inside, fake tensors that are asked for a value raise with the source line.
 
-    Compiled functions run as plain ones.
+    Compiled functions run as plain ones: a compiled kernel would read memory that fake
+    tensors do not have.
 
     Args:
         reader: the function that asks, for the message.

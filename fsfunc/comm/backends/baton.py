@@ -164,6 +164,8 @@ def restore(state: TorchState) -> None:
     cpu, cuda, level, stance = state
     others_seed = 0 if cuda is not None else torch.initial_seed()
     torch.set_rng_state(cpu)
+    # Without a state of CUDA, the rank has not run since CUDA was begun, if it was:
+    # CUDA gets the seed that the rank would find there.
     if cuda is not None:
         torch.cuda.set_rng_state(cuda)
     elif torch.cuda.is_initialized() or torch.initial_seed() != others_seed:
@@ -190,7 +192,8 @@ def _begin_cuda(others_seed: int) -> None:
         torch.cuda.manual_seed_all(seed)
 
 
-_RANK_MODULE = "fsfunc.comm.backends.simulated"  # a rank's thread begins and ends in it
+# Where a rank's thread begins and ends.
+_RANK_MODULE = "fsfunc.comm.backends.simulated"
 
 
 def _locked() -> threading.Lock:
@@ -251,6 +254,7 @@ class Baton:
         n = len(self.state)
         order = chain(range(rank + 1, n), range(rank + 1))  # round robin
         chosen = next((r for r in order if self.state[r] in runnable), None)
+        # It is `rank` itself if no other can run: then nobody is woken.
         if chosen is not None:
             self.running = chosen
             if chosen != rank:
@@ -260,6 +264,7 @@ class Baton:
             self.over = True
             self.done.release()
             return False
+        # Every rank waits. With the error they all run again, each to raise.
         self.fail(Deadlock(self.table("no simulated rank can go on")))
         return self._pass_on(rank)
 
@@ -271,8 +276,8 @@ class Baton:
     def stop_running(self) -> None:
         """Raises `Aborted` in the rank that runs, if it is in its own code.
 
-        In the scheduler it is about to run into the error by itself, and must not be
-        left between two of its lines.
+        In the scheduler it is about to raise the error by itself. An exception between
+        two lines of the scheduler would leave its states half changed.
         """
         thread = self.threads.get(self.running)
         innermost = frame = sys._current_frames().get(thread or 0)
@@ -280,6 +285,8 @@ class Baton:
             frame = frame.f_back
         if thread is None or innermost is None or frame is not None:
             return
+        # In the first and last lines of a rank's thread nothing would catch it: the
+        # baton would stay with that rank, and all others would wait for ever.
         if innermost.f_globals.get("__name__") != _RANK_MODULE:
             raise_in = ctypes.pythonapi.PyThreadState_SetAsyncExc
             raise_in(ctypes.c_ulong(thread), ctypes.py_object(Aborted))
@@ -332,15 +339,19 @@ class Baton:
         key = (*participants, count)
         meeting = self.meetings.setdefault(key, new)
         meeting.calls[rank], meeting.inputs[rank] = call, x
+        # A fake tensor may be on CUDA without a device, and so without streams.
         if x.is_cuda and torch.cuda.is_initialized():
             meeting.streams[rank] = torch.cuda.current_stream(x.device)
         if len(meeting.calls) == len(meeting.ranks):
             del self.meetings[key]
+            # Raised here, where the last rank called; `fail` is for those that wait.
             if message := meeting.mismatch():
                 error = CollectiveMismatch(message)
                 self.fail(error)
                 raise error
             meeting.complete()
+            # Not every rank that has come waits for it: its handle may be waited for
+            # later, and meanwhile the rank waits elsewhere.
             for r in meeting.ranks:
                 if self.waits.get(r) is meeting and self.state[r] == "waiting":
                     self.state[r] = "ready"

@@ -33,7 +33,9 @@ def by_gloo(
     process_group: dist.ProcessGroup | None,
     tag: int,
 ) -> dist.Work:
-    """Calls ``dist.isend`` or ``dist.irecv``; its error names the rank.
+    """Calls ``dist.isend`` or ``dist.irecv``; an error of the connection has the rank.
+
+    gloo's own text names no rank, and the report of the error is to name one.
 
     Raises:
         Disconnected: the connection to it is closed.
@@ -52,17 +54,21 @@ class Channel:
     Args:
         process_group: torch's.
         ranks: the ranks in it.
-        near: the processes of this host, if they are connected.
+        neighbours: the processes of this host, if they are connected.
     """
 
     def __init__(
         self,
         process_group: dist.ProcessGroup | None,
         ranks: Sequence[int],
-        near: Neighbours | None,
+        neighbours: Neighbours | None,
     ):
-        self.process_group, self.ranks, self.near = process_group, ranks, near
-        self.by_rank = {} if near is None else near.by_rank
+        self.process_group, self.ranks, self.neighbours = (
+            process_group,
+            ranks,
+            neighbours,
+        )
+        self.by_rank = {} if neighbours is None else neighbours.by_rank
         # Python hashes integers alike in every process: it tells groups apart.
         self.number = hash(tuple(ranks))
 
@@ -83,6 +89,8 @@ class Channel:
         """
         if (other := self.by_rank.get(rank)) is None:
             return rank, by_gloo(dist.isend, x, rank, self.process_group, tag)
+        # Both under the lock: `Sent` notes how many bytes are queued up to its record's
+        # end, and another thread that waits sends and reads on the same socket.
         with other.host.lock:
             number = other.send((self.number, tag), x, read_only, answered)
             return rank, Sent(other, self.ranks, number)
@@ -94,10 +102,12 @@ class Channel:
         copies: dict[int, Tensor] = {}  # by the id of a tensor
         works = []
         for rank, x in by_rank.items():
+            # `send` copies what may be written again; here one copy serves all, which
+            # nobody writes. Of a single message, `send` decides.
             copied = len(by_rank) > 1 and not read_only and rank in self.by_rank
-            if copied and self.near is not None:
+            if copied and self.neighbours is not None:
                 if id(x) not in copies:
-                    copies[id(x)] = self.near.copy(x)
+                    copies[id(x)] = self.neighbours.copy(x)
                 x = copies[id(x)]
             works.append(self.send(x, rank, tag, read_only or copied, answered))
         return works

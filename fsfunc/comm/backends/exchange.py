@@ -59,6 +59,8 @@ def tag(kind: int, number: int, digest: bytes = b"\0\0", hop: int = 0) -> int:
 def pack_header(call: FlightRecord | CollectiveCall | str, digest: bytes) -> Tensor:
     """Packs a digest of eight bytes, and the text for the error if they differ."""
     text = str(call).encode(errors="replace")
+    # Its beginning says what is called, and its end the source line or a door's
+    # address.
     if len(text) > _HEADER_SIZE - 8:
         half = (_HEADER_SIZE - 8) // 2 - 2
         text = text[:half] + b" .. " + text[-half:]
@@ -82,6 +84,7 @@ def header_text(header: Tensor) -> str:
 
 def _compare(headers: Mapping[int, Tensor], title: str) -> None:
     """Raises unless the headers, by rank, are of one collective."""
+    # Of a text its first line: an address may follow, as `_compare_meshes` adds one.
     if len({bytes(header[:8].tolist()) for header in headers.values()}) > 1:
         lines = {r: header_text(x).partition("\n")[0] for r, x in headers.items()}
         raise CollectiveMismatch(table(title, dict(sorted(lines.items()))))
@@ -186,6 +189,8 @@ class Exchange(Handle):
                     self.headers.check()
                 settle(self.works, self.record)
                 self.result = self.finish()
+            # Also an interrupt: messages are still under way, and another rank may have
+            # its result.
             except BaseException as error:
                 self.link.close(self.record.call, error)
                 raise
@@ -227,8 +232,8 @@ def settle(
     except RuntimeError as error:
         trace = error.__traceback__
         of_message = isinstance(error, Disconnected)
-        # gloo raises from C++, without a frame of Python below this one. Another error
-        # is of a signal's handler, as a data loader has one.
+        # gloo raises from C++, so no frame of Python is below this one. If one is, the
+        # error is of a signal's handler: torch's data loader has one that raises.
         if not of_message and trace is not None and trace.tb_next is not None:
             raise
         texts = headers_so_far()

@@ -46,6 +46,8 @@ class Interrupts:
         """Replaces the handlers. It is to be called in a ``try`` that has ``end``."""
         if threading.current_thread() is not threading.main_thread():
             return
+        # A signal's default action, and a handler in C, are no functions, and raise
+        # nothing.
         for number in _signal_numbers():
             if callable(before := signal.getsignal(number)):
                 ours = self._deferring(before)

@@ -80,9 +80,8 @@ class Link:
     # compare, checksums, recordings. None if each rank has a process of its own.
     notes: dict[Any, Any] | None = None
     board: Any = None  # a `mailboxes.Board`, for texts beside the collectives; or None
-    vmap_level: int | None = (
-        None  # the functorch level that maps the ranks, if one does
-    )
+    # The functorch level that maps the ranks, if one does.
+    vmap_level: int | None = None
 
     def start(
         self,

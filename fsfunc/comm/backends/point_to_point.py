@@ -50,7 +50,7 @@ class Transfers:
 
     def __init__(self, groups: Groups, checks: bool, flight: FlightRecorder) -> None:
         self.groups, self.checks, self.flight = groups, checks, flight
-        self.near: Neighbours | None = None
+        self.neighbours: Neighbours | None = None
         self.down = Groups(groups.timeout)  # for sends to lower indices
         # By ranks, source and target: transfers so far.
         self.numbers: Counter[tuple[tuple[int, ...], int, int]] = Counter()
@@ -78,7 +78,7 @@ class Transfers:
             process_group = self.down.get(group.ranks) or process_group
         key = (group.ranks, source, to)
         self.numbers[key] += 1
-        return Channel(process_group, group.ranks, self.near), self.numbers[key]
+        return Channel(process_group, group.ranks, self.neighbours), self.numbers[key]
 
     def _headers(
         self,
@@ -89,6 +89,7 @@ class Transfers:
         directions: tuple[int, int],
     ) -> Headers | None:
         """Sends this rank's header to index ``other``, if transfers are compared."""
+        # Headers need tags, which NCCL has not.
         compared = group.compared and not self.checks
         if dist.get_backend(channel.process_group) != "gloo" or compared:
             return None
@@ -107,6 +108,7 @@ class Transfers:
         by_byte = False  # whether the receiver answers by a byte
         if x.numel() and dist.get_backend(process_group) == "gloo":
             digest = _digest(signature)
+            # Those that have arrived meanwhile end here, and let go of their tensors.
             self.unanswered = [s for s in self.unanswered if not _is_answered(s)]
             # Posted before the send: the receiver may answer at once.
             if by_byte := target not in channel.by_rank:
@@ -120,8 +122,8 @@ class Transfers:
         nothing: Callable[[], Tensor] = lambda: torch.empty(0, device="cpu")  # noqa: E731
         sending = _Sending(works, nothing, x, record, group, headers)
         sending.received = received
-        # Stored until the answer, even if the caller drops it: the answer is received
-        # into its memory.
+        # Stored until the answer comes, even if the caller drops it: gloo writes the
+        # answer into its memory.
         if by_byte:
             self.unanswered.append(sending)
         return sending
@@ -141,7 +143,8 @@ class Transfers:
         )
 
         def answer_by_byte() -> Tensor:
-            # The sender posted the receive before it sent, so this waits only shortly.
+            # The work is replaced below, and gloo must be done with it. The sender
+            # posted its receive before it sent, so this waits only shortly.
             if (last_answer := self.answers.get((group.ranks, sender))) is not None:
                 last_answer.wait()
             answer_tag = tag(ANSWER, number, digest)

@@ -209,6 +209,7 @@ class Pairs:
     ) -> tuple[list[Work], dict[int, Loan]]:
         """Sends parts by index, and borrows those of the others, shaped ``like``."""
         works, loans, message_tag = self._send(sent), {}, self._tag()
+        # Empty parts are not sent, so none is to be waited for.
         for r in self.others if like.numel() else ():
             loans[r] = self.channel.borrow(like, self.ranks[r], message_tag, self.pool)
         return [loan.work for loan in loans.values()] + works, loans

@@ -7,8 +7,8 @@ A store for one attempt. torchrun may give restarted workers the store that thos
 them wrote to (torch 2.13 does, unless TORCH_DISABLE_SHARE_RDZV_TCP_STORE is 1), with
 the old addresses of gloo or NCCL. So the ranks first agree on a new prefix.
 
-A group is closed after an error, as ranks may then be at different collectives, and a
-tag is used again after 4,096 of them.
+A group is closed after an error. Ranks may then be at different collectives, whose
+messages could be matched, as a tag is used again after 4,096 collectives.
 
 Groups belong to torch, and are referred to weakly. A group has threads. If a mesh kept
 one alive beyond `destroy_process_group`, a thread would free a tensor while Python
@@ -68,6 +68,8 @@ def meet(rank: int, size: int, timeout: timedelta | None) -> dist.Store:
     ask = partial(ask_store, rank, size, limit)
 
     def make_store() -> dist.Store:
+        # Stored: on rank 0 the server ends with this object, and others may still ask
+        # it.
         if address not in _STORES:
             _STORES[address] = dist.TCPStore(
                 *address,
@@ -93,9 +95,9 @@ def ask_store(rank: int, size: int, limit: timedelta, call: Callable[[], _T]) ->
     try:
         return within(limit.total_seconds() + ANSWERS, call)
     except (dist.DistError, Unanswered) as error:
-        if out_of_descriptors():
+        if out_of_descriptors():  # this process is to blame, not who has the store
             raise OSError(errno.EMFILE, f"rank {rank}: {NO_DESCRIPTOR}") from error
-        if rank == 0 and not launched:
+        if rank == 0 and not launched:  # it has the store: no other is to blame
             raise
         owner = "the launcher" if launched else "rank 0"
         is_silent = isinstance(error, Unanswered)
@@ -125,7 +127,7 @@ def fresh(store: dist.Store, rank: int, size: int, patience: float) -> dist.Stor
     own_number, deadline = uuid.uuid4().hex, time.monotonic() + patience
     store.set(f"here/{rank}", own_number)
 
-    def read(key: str) -> str:
+    def read(key: str) -> str:  # `get` alone would wait until the key is set
         return store.get(key).decode() if store.check([key]) else ""
 
     def name_late_ranks() -> str:
@@ -141,6 +143,7 @@ def fresh(store: dist.Store, rank: int, size: int, patience: float) -> dist.Stor
 
     late_ranks = ""
     while not late_ranks:
+        # Each turn anew: numbers that are found at first may be of an earlier attempt.
         if rank == 0:
             store.set("list", ",".join(read(f"here/{r}") for r in range(size)))
         numbers = read("list")
@@ -286,7 +289,7 @@ def hang_up(group: dist.ProcessGroup, others: Sequence[int]) -> None:
             work: Any = dist.irecv(byte, other, group, unused_tag)
             work.wait(timedelta(milliseconds=1))
         except RuntimeError:
-            pass
+            pass  # it timed out, as it is meant to, or that rank has ended
 
 
 def is_of_others(error: BaseException) -> bool:
@@ -303,7 +306,10 @@ _OTHERS = ("imed out", "imeout", "onnection closed", "onnection reset", "onnect 
 
 
 def is_torn(error: RuntimeError) -> bool:
-    """Returns whether an error says that a connection is closed."""
+    """Returns whether an error says that a connection is closed.
+
+    torch raises gloo's as plain RuntimeErrors, which only their text tells from others.
+    """
     text = str(error)
     return isinstance(error, Disconnected) or "gloo" in text or "pair closure" in text
 
@@ -334,6 +340,7 @@ def within(seconds: float, call: Callable[[], _T]) -> _T:
             over.set()
 
     context = contextvars.copy_context()
+    # A daemon: a thread that still waits must not keep Python from ending.
     thread = threading.Thread(target=context.run, args=(run,), daemon=True)
     thread.start()
     if not over.wait(seconds):

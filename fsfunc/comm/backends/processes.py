@@ -87,7 +87,7 @@ class ProcessLink(Link):
         self.world = _unlinked_group(axes, ranks, self.rank)
         self.pool = BufferPool()  # for what transforms send
         self.results = BufferPool()
-        self.near: Neighbours | None = None  # the processes of this host
+        self.neighbours: Neighbours | None = None  # the processes of this host
         self.fake = dist.get_backend() == "fake"  # torch's backend that sends nothing
         self.paired = not self.fake  # whether CPU tensors are sent pair by pair
         self.device = "cuda" if dist.get_backend() == "nccl" else "cpu"
@@ -99,6 +99,8 @@ class ProcessLink(Link):
         if self.groups.timeout is not None:
             self.timeout = self.groups.timeout.total_seconds()
         self.watchdog = the_watchdog()
+        # Ranks ask each other where they are by the store in which they met. Of a
+        # process group that the user made, torch has it.
         if dist.get_world_size() > 1 and not self.fake:
             store = _STORE_OF.get(dist.group.WORLD) or _torch.default_store()
             self.watchdog.join(self.rank, dist.get_world_size(), store)
@@ -106,19 +108,21 @@ class ProcessLink(Link):
         self.dropped: list[Exchange] = []  # before they were over
         self.transfers = Transfers(self.groups, self.checks, self.flight)
 
-    def use_neighbours(self, near: Neighbours | None) -> None:
+    def use_neighbours(self, neighbours: Neighbours | None) -> None:
         """Uses the processes of this host, until torch drops its group."""
-        self.near = self.transfers.near = near
-        if near is not None:
-            self.pool = near.pool
-            near.close_with(dist.group.WORLD)  # type: ignore[arg-type]
+        self.neighbours = self.transfers.neighbours = neighbours
+        # What transforms send lies in shared memory then, and is not copied to it.
+        if neighbours is not None:
+            self.pool = neighbours.pool
+            neighbours.close_with(dist.group.WORLD)  # type: ignore[arg-type]
 
     def connect(self, rank_tuples: Sequence[tuple[int, ...]]) -> None:
         """Makes the c10d group of each rank tuple; all processes call this alike."""
         make_groups = []
         for ranks in rank_tuples:
             # NCCL's own collectives join results in the order of the group's ranks,
-            # which torch sorts. Messages pair by pair are by index along the axis.
+            # which torch would sort. On gloo messages go pair by pair, by index along
+            # the axis, and need no order.
             unsorted = list(ranks) != sorted(ranks) and dist.get_backend() != "gloo"
             order: Any = {"sort_ranks": False} if unsorted else {}
             if len(ranks) > 1:
@@ -145,7 +149,11 @@ class ProcessLink(Link):
     def _issue_or_close(
         self, issue: Callable[..., Handle], *args: Any, **kwargs: Any
     ) -> Handle:
-        """Returns what ``issue`` does; an error closes the mesh, and names the rank."""
+        """Returns what ``issue`` does, which sends this rank's part of a call.
+
+        Three errors close the mesh, as ranks may then be at different places: a closed
+        connection, whose error names the rank, a mismatch, and an interrupt.
+        """
         try:
             return issue(*args, **kwargs)
         except PeerFailed:
@@ -159,6 +167,9 @@ class ProcessLink(Link):
                 raise failed from error
             if isinstance(error, CollectiveMismatch):
                 self.close(record.call, error)
+            # Any other error is of the call itself, as a TypeError is: the mesh is
+            # closed or destroyed already, or torch refuses the tensor. Such a call
+            # raises on every rank alike, so all are still at one place.
             raise
         except KeyboardInterrupt as error:  # some of its messages may have been sent
             self.close(self.flight.records[-1].call, error)
@@ -173,12 +184,15 @@ class ProcessLink(Link):
         )
         self.groups.close(why)
         self.transfers.down.close(why)
+        # What is under way raises in its wait, at once: its messages may never come.
         for other in list(self.flight.records):
             if other.link() is self and not other.ended:
                 other.failed = True
 
     def _finish_dropped(self) -> None:
         """Waits for what an error, or a caller, dropped while it was under way."""
+        # In the order of their calls: they were dropped in any, and the second hop of
+        # an all-reduce runs in its wait, to which all ranks must come in one order.
         while self.dropped:
             oldest = min(self.dropped, key=lambda exchange: exchange.record.begun)
             oldest.wait()
@@ -195,17 +209,20 @@ class ProcessLink(Link):
         others would raise.
         """
         if self.checks and self.paired and self.device == "cpu":
-            for group in list(self.used.values()):  # "end" meets another's collective
+            # Headers have tags of their own, so "end" meets whatever another rank
+            # calls. On NCCL, which has no tags, it would be matched with another's
+            # data.
+            for group in list(self.used.values()):
                 self.start("end", torch.empty(0, device="cpu"), group).wait()
 
     def gone(self) -> list[int]:
         """Returns the ranks of this host that have closed their connections."""
-        return [] if self.near is None else self.near.gone()
+        return [] if self.neighbours is None else self.neighbours.gone()
 
     def hang_up(self, ranks: tuple[int, ...]) -> None:
         """Ends this process's waits for ``ranks``, one of which has gone."""
-        if self.near is not None:
-            self.near.hang_up(ranks, HUNG_UP)
+        if self.neighbours is not None:
+            self.neighbours.hang_up(ranks, HUNG_UP)
         with contextlib.suppress(RuntimeError):  # the group is gone already
             if (process_group := self.groups.get(ranks)) is not None:
                 hang_up(process_group, [r for r in ranks if r != self.rank])
@@ -230,8 +247,9 @@ class ProcessLink(Link):
             self._finish_dropped()
         if self.checks:  # a user's collective, which has no buffer, has its unit's name
             name = name or current_label()[0]
-        # Of three ranks and more an all-reduce in two hops sends less. But its second
-        # hop runs in the wait, to which then all ranks must come in one order.
+        # Of three ranks and more an all-reduce in two hops sends fewer bytes; of a
+        # small tensor messages count, and one hop has fewer. The second hop runs in the
+        # wait, to which all ranks must then come in one order.
         if group.size > 2 and x.numel() >= 1024 and op in OPERATIONS:
             by_pairs = x.device.type == "cpu" and self.paired
             if by_pairs and OPERATIONS[op].all_reduces:
@@ -258,9 +276,11 @@ class ProcessLink(Link):
     ) -> Handle:
         op, compared = record.signature[0], group.compared and not self.checks
         if x.device.type == "cpu" and self.paired:
-            channel = Channel(process_group, group.ranks, self.near)
+            channel = Channel(process_group, group.ranks, self.neighbours)
             pairs = Pairs(record, group, channel, self.results, compared, read_only)
             return pairs.start(op, x, out, **kwargs)
+        # Before the data, as NCCL has no tags: it would match unlike collectives. The
+        # fake backend sends nothing.
         if not compared and not self.fake:
             record.line = source_line()
             header = pack_header(record, digest(record.signature)).to(x.device)
@@ -294,6 +314,8 @@ def connect(
             )
         world = int(os.environ["WORLD_SIZE"])
         _check_size(axes, size, world)
+        # NCCL sends from the current device, which would be the first one on every
+        # rank.
         if torch.cuda.is_available():
             torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
         backend = "nccl" if torch.cuda.is_available() else "gloo"
@@ -323,6 +345,7 @@ def _begin(
         PeerFailed: one of them has gone, or is stopped; names it.
     """
     limit, watchdog = timeout or dist.default_pg_timeout, the_watchdog()
+    # Before the group: a rank that waits in vain while it is made can ask the others.
     if world > 1:
         ask_store(rank, world, limit, lambda: watchdog.join(rank, world, store))
     options = {"rank": rank, "world_size": world, "timeout": timeout}
@@ -356,7 +379,7 @@ def _make_groups(group: GroupOfRanks, make: Callable[[], object]) -> None:
     try:
         make()
     except (RuntimeError, TimeoutError) as error:
-        if not is_of_others(error):
+        if not is_of_others(error):  # an error of this process: no rank is to blame
             raise
         raise watchdog.failed(record, None, error) from error
     finally:
@@ -390,10 +413,12 @@ def _compare_meshes(
         texts = compare_gathered(header, world, ranks, "ranks make unlike meshes")
         addresses = {r: text.partition("\n")[2] for r, text in texts.items()}
         gather_bytes = partial(_ByteGather, n, world)
-        near = door.meet(link.rank, addresses, link.timeout, gather_bytes)
-        link.use_neighbours(near)
-    except CollectiveMismatch:
+        neighbours = door.meet(link.rank, addresses, link.timeout, gather_bytes)
+        link.use_neighbours(neighbours)
+    except CollectiveMismatch:  # a RuntimeError, which says already what differs
         raise
+    # Another rank's: two of these are OSErrors too. Any other OSError is this
+    # process's.
     except (RuntimeError, TimeoutError, ConnectionError) as error:
         raise link.watchdog.failed(record, None, error) from error
     except OSError as error:

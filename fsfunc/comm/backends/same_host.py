@@ -35,7 +35,7 @@ _RANK = struct.Struct("<q")
 _PROCESS = struct.Struct("3i")  # process, user and group, as SO_PEERCRED returns them
 _LINUX = hasattr(os, "memfd_create")
 _BACKLOG = 1024  # how many may wait before a door
-_PATIENCE = 30.0  # seconds for what no rank has to compute for
+_PATIENCE = 30.0  # seconds for a place at a door, and for answers
 _TICK = 0.01  # seconds between two looks at sockets
 # The status of another rank, in a byte: nothing yet, reached, or an error's number.
 _UNKNOWN, _REACHED = 0, 255
@@ -64,17 +64,22 @@ class Door:
     """A socket by which the other processes of a host reach this one.
 
     Args:
-        opens: whether they may.
+        opens: whether to open one.
 
-    ``address`` is to be sent to them; "" without a door.
+    ``address`` is to be sent to them. It is "" if none is open: this process then sends
+    by gloo alone.
 
     Warns:
-        RuntimeWarning: this system refuses what it takes; then there is none.
+        RuntimeWarning: the system refuses the shared file or the socket.
     """
 
     def __init__(self, opens: bool):
         self.address, self.file = "", -1
         self.socket: socket.socket | None = None
+        # Elsewhere than on Linux there is no `memfd_create`: gloo is all that there is,
+        # and nobody is warned. On Linux a refusal, as in a sandbox or without
+        # descriptors, makes messages slower, and the user may be able to mend it:
+        # `_warn` tells.
         if opens and _LINUX:
             try:
                 self._open()
@@ -97,7 +102,7 @@ class Door:
         limit: float,
         gather: Callable[[bytes], GatheredBytes],
     ) -> Neighbours | None:
-        """Connects to the processes of this host; all of all hosts call it.
+        """Connects to the processes of this host; every rank of every host calls it.
 
         Args:
             addresses: of every rank.
@@ -105,25 +110,31 @@ class Door:
             gather: starts a gather of bytes, of equal lengths, of every rank.
 
         Warns:
-            RuntimeWarning: messages to one of this host go by gloo; says why.
+            RuntimeWarning: messages to some rank of this host go by gloo; says why.
         """
         doors = {r: Address(*a.split()) for r, a in addresses.items() if a}
+        # No two ranks have a host in common. All see the same addresses, so none of
+        # them starts the gathers below.
         if max(Counter(a.host for a in doors.values()).values(), default=0) < 2:
-            return None  # as every rank knows
+            return None
         on_host = {r: a for r, a in doors.items() if rank in doors and r != rank}
         on_host = {r: a for r, a in on_host.items() if a.host == doors[rank].host}
-        # Much less than the others wait for the bytes that this one gathers then.
+        # The others wait up to `limit` for this rank's first gather, which it starts
+        # after its knocks: these may take only a part of that.
         patience = min(limit / 4, _PATIENCE)
         encounter = _Encounter(self, rank, len(addresses), on_host, patience)
         try:
             if on_host:
                 encounter.knock()
             knocked = gather(bytes(encounter.status))
-            # Another rank may still wait for a place before this door, whose backlog is
-            # full, and does not start its gather before.
+            # The backlog of this door may be full. A rank that waits for a place in it
+            # has not started its gather: it is admitted here, or the gather would not
+            # end.
             while not knocked.done():
                 encounter.admit()
             encounter.finish(knocked.wait())
+            # Once more: a rank may have failed to read the answer to its knock. Of each
+            # pair both must send the same way.
             statuses = gather(bytes(encounter.status)).wait()
         except BaseException:
             encounter.close(on_host)
@@ -134,6 +145,7 @@ class Door:
         ranks_by_reason = defaultdict[str, list[int]](list)
         for r in unreached:
             ranks_by_reason[encounter.reason(r, statuses[r][rank])].append(r)
+        # A warning for each reason: one for each rank would be many, and alike.
         for reason, ranks in ranks_by_reason.items():
             _warn(f"ranks {ranks} of this host", reason)
         encounter.close(unreached)
@@ -155,7 +167,7 @@ class _Encounter:
 
     Args:
         on_host: the doors of the others of this host.
-        patience: how many seconds to wait for what no rank has to compute for.
+        patience: how many seconds to wait for a place at a door, and for answers.
 
     ``status`` has a byte for each rank, and ``others`` the ranks that are connected.
     """
@@ -173,31 +185,33 @@ class _Encounter:
         self.status = bytearray(n)
         self.others: dict[int, tuple[socket.socket, SharedMemory]] = {}
         self.strangers: list[socket.socket] = []  # connected, but not named yet
-        self.unanswered: dict[
-            int, socket.socket
-        ] = {}  # by rank, where this one knocked
+        # By rank, where this one knocked.
+        self.unanswered: dict[int, socket.socket] = {}
         self.key = bytes.fromhex(Address(*door.address.split()).key) if on_host else b""
         self.memory: SharedMemory | None = None
 
     def knock(self) -> None:
         """Connects to every lower rank, and sends it this one's memory."""
+        # Without memory of its own it knocks nowhere: its status tells the others why.
         try:
             self.memory = SharedMemory(os.dup(self.door.file))
         except OSError as error:
             self._fail(self.on_host, error)
             return
         deadline = time.monotonic() + self.patience
+        # Of each pair the higher rank knocks: two knocks would make two connections.
         for other in sorted(r for r in self.on_host if r < self.rank):
             connection = None
             try:
                 connection = self._connect(self.on_host[other].name, deadline)
-                # Before anything is sent: a descriptor gives access to all memory.
+                # Before anything is sent: with the descriptor another user could read
+                # and write all that this process sends.
                 if not _is_same_user(connection):
                     raise PermissionError(_OTHER_USER, "another user's")
                 key = bytes.fromhex(self.on_host[other].key)
                 knock = _KNOCK.pack(key, self.rank)
                 socket.send_fds(connection, [knock], [self.door.file])
-            except OSError as error:
+            except OSError as error:  # messages to that rank alone go by gloo
                 self._fail([other], error)
                 if connection is not None:
                     connection.close()
@@ -215,7 +229,8 @@ class _Encounter:
                 if time.monotonic() > deadline:
                     connection.close()
                     raise
-                # That rank may itself wait for a place before this door.
+                # That rank may itself wait for a place at this door: without this the
+                # two would wait for each other.
                 self.admit()
             except OSError:
                 connection.close()
@@ -239,25 +254,29 @@ class _Encounter:
             try:
                 self.strangers.append(door.accept()[0])
             except BlockingIOError:
-                pass  # it has gone
-            except OSError as error:  # no descriptor: nobody else can come in
+                pass  # who knocked has gone
+            # No descriptor is left, so nobody else can come in. The closed door refuses
+            # those who wait, who would otherwise wait until their deadline.
+            except OSError as error:
                 self._fail([r for r in self.on_host if not self.status[r]], error)
                 door.close()
                 self.door.socket = None
 
     def _admit_rank(self, connection: socket.socket) -> None:
-        """Reads a knock, and answers a rank; anybody else is disconnected."""
+        """Reads a knock, and answers it if it is a rank's; disconnects anybody else."""
         descriptors, flags, same_user = [], 0, _is_same_user(connection)
         try:
             if same_user:
                 parts = socket.recv_fds(connection, _KNOCK.size, 1)
                 knock, descriptors, flags, _ = parts
-            else:  # only to know which rank it is: its memory is not taken
+            else:  # to know which rank it is: another user's memory is not taken
                 knock = connection.recv(_KNOCK.size)
         except OSError:
             connection.close()
             return
         key, rank = _KNOCK.unpack(knock.ljust(_KNOCK.size, b"\0")[: _KNOCK.size])
+        # Any process of this host can connect, and a rank knocks once: who has another
+        # key, or names a rank that came already, is a stranger.
         if key != self.key or rank not in self.on_host or self.status[rank]:
             connection.close()
             for descriptor in descriptors:
@@ -277,7 +296,7 @@ class _Encounter:
     def _read_answer(self, rank: int, connection: socket.socket) -> None:
         try:
             data, descriptors, flags, _ = socket.recv_fds(connection, _RANK.size, 1)
-            if not data:
+            if not data:  # the other closed the connection instead of an answer
                 raise ConnectionResetError(errno.ECONNRESET, "sent away")
             self.others[rank] = connection, _map_memory(descriptors, flags)
         except OSError as error:
@@ -288,8 +307,9 @@ class _Encounter:
         """Waits for the ranks that have knocked here, and for every answer.
 
         Args:
-            statuses: of each rank, the status that it has of all ranks.
+            statuses: by rank, the status that it has of each rank.
         """
+        # By their statuses, as a rank that could not connect never comes.
         deadline = time.monotonic() + self.patience
         knocked = [
             r
@@ -311,10 +331,11 @@ class _Encounter:
         """Returns why ``rank`` is not reached.
 
         Args:
-            other_status: the status that ``rank`` has of this one.
+            other_status: the status that ``rank`` has of this rank.
         """
         status, failed = self.status[rank], other_status not in (_UNKNOWN, _REACHED)
-        # What this rank meets when the other closes its door tells nothing of why.
+        # If the other rank fails and closes its door, this rank sees one of these. They
+        # do not tell why: the other's own error does.
         shut = errno.ECONNRESET, errno.ETIMEDOUT, errno.EPIPE, errno.ECONNREFUSED
         is_effect = status in (_UNKNOWN, _REACHED, *shut)
         failed_rank = rank if failed and is_effect else self.rank

@@ -63,6 +63,8 @@ class SharedMemory:
             last: how many ranges, with this one, stay mapped: a buffer that is soon
                 read again has its pages then.
         """
+        # `pop` moves a range that is read again behind the others: the first in the
+        # dict is the one whose last read is the oldest.
         self.recent[offset] = max(size, self.recent.pop(offset, 0))
         while len(self.recent) > last:
             oldest = next(iter(self.recent))
@@ -83,7 +85,7 @@ class SharedMemory:
 
 
 def shared_file() -> int:
-    """Makes a shared file, whose pages are free until they are written; its descriptor.
+    """Makes a shared file and returns its descriptor; unwritten pages take no memory.
 
     Raises:
         OSError: this system refuses one.
@@ -125,6 +127,7 @@ class SharedPool(BufferPool):
         # appends, and the list changes here.
         while self.memory.given_back:
             self.taken.remove(self.memory.given_back.popleft())
+        # Whole pages, as the kernel frees no part of one.
         whole_pages, start = -(-size // PAGE) * PAGE, 0
         for begin, end in self.taken:
             if begin - start >= whole_pages:

@@ -120,12 +120,16 @@ def run_simulated(
     Every rank begins with the state of the caller's default generator, which at the end
     has the state of rank 0's.
     """
+    # A rank's thread may be the first to make fake tensors, where torch 2.11 ends the
+    # process if it is built with CUDA and finds no device.
     _torch.ready_for_threads()
     enter_settings, baton = carry_settings(), Baton(mesh.size)
     interrupts = Interrupts(partial(_interrupt_ranks, baton))
     # `begin` is inside of the ``try``: an interrupt may come in it, too.
     try:
         interrupts.begin()
+        # torch has one level of forward mode for all threads: the first rank to close
+        # it would end the tangents of the others.
         with _only_run(baton), _torch.shared_forward_ad():
             return _run_threads(baton, interrupts, mesh, enter_settings, fn, args)
     finally:
@@ -149,7 +153,9 @@ def _run_threads(
             thread = Thread(target=context.run, args=thread_args, daemon=True)
             thread.start()
             threads.append(thread)
-    except (RuntimeError, MemoryError) as error:  # the system has no more threads
+    # The system has no more threads. The ranks that have none count as ended; those
+    # that have one run into the error, and end.
+    except (RuntimeError, MemoryError) as error:
         baton.state[len(threads) :] = ["done"] * (mesh.size - len(threads))
         baton.fail(error)
     if threads:
@@ -187,6 +193,9 @@ def _wait_for_all(baton: Baton, interrupts: Interrupts) -> None:
             if interrupts.deferred is None:
                 continue
             interrupted = interrupted or time.monotonic()
+            # In the innermost run a rank's code runs; outer ones wait for it. It is
+            # tried again later: the rank may be in the scheduler, or catch the
+            # exception.
             if time.monotonic() - interrupted > _GRACE:
                 interrupted = time.monotonic()
                 _RUNS[-1].stop_running()
@@ -211,6 +220,7 @@ def _only_run(baton: Baton) -> Iterator[Baton]:
     A rank may call ``spmd``: its thread is one of an outer run's, and waits for the
     inner one.
     """
+    # Before the check: of two threads that begin at once the later one sees the other.
     _RUNS.append(baton)
     others = _RUNS[: _RUNS.index(baton)]
     try:
@@ -247,6 +257,7 @@ def _run_rank(
     except BaseException as error:
         if baton.process != os.getpid():
             _exit_fork(error)
+        # What follows from another rank's error is not reported, and has no note.
         if baton.error is None:
             baton.fail(error)
             with suppress(TypeError):  # of notes that are no list
@@ -280,6 +291,7 @@ def carry_settings() -> Callable[[], ExitStack]:
             f"spmd cannot carry {', '.join(modes)} into simulated ranks: a mode acts "
             "in one thread; enter it inside the function given to spmd"
         )
+    # Its levels are of this thread: ranks would compute outside of them.
     if _torch.functorch_active():
         raise RuntimeError(
             "spmd on simulated ranks inside a torch.func transform: differentiate or "
@@ -308,6 +320,8 @@ def carry_settings() -> Callable[[], ExitStack]:
         stack.enter_context(torch.autograd.set_multithreading_enabled(False))
         for device_type, dtype in autocasts:
             stack.enter_context(torch.autocast(device_type, dtype))
+        # An entered device is a mode, which slows every operation: without one it is
+        # the CPU already.
         if not is_default:
             stack.enter_context(device)
         if stream is not None:
