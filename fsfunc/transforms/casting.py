@@ -77,10 +77,11 @@ def precision(
     """
     check_function(f, "precision")
     by_pattern = {} if overrides is None else dict(overrides)
-    dtypes = {"compute": compute, "reduce": reduce, "output": output, **by_pattern}
-    dtypes["gradients"] = gradients
-    for name, dtype in dtypes.items():
-        if dtype is None and name != "compute":  # a default, or an override to none
+    # Pairs, as a pattern may be named as an argument is.
+    dtypes = [("compute", compute), ("reduce", reduce), ("output", output)]
+    dtypes += [*by_pattern.items(), ("gradients", gradients)]
+    for i, (name, dtype) in enumerate(dtypes):
+        if dtype is None and i:  # a default, or an override to none
             continue
         if not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
             raise ValueError(
@@ -88,7 +89,7 @@ def precision(
             )
     casts = Casts(compute, reduce, output, tuple(by_pattern.items()), gradients)
 
-    shown = [(name, x) for name, x in dtypes.items() if x is not None]
+    shown = [(name, x) for name, x in dtypes if x is not None]
 
     @functools.partial(Transformed, f, "precision", lambda: shown)
     def run(*args: Any, **keywords: Any) -> Any:

@@ -213,3 +213,11 @@ def test_what_units_return() -> None:
     f = lambda **how: ff.precision(lambda p, x: normed(p, x), BF, **how)(NS[0], NX)  # noqa: E731
     assert f().dtype == BF
     same(f(output=F32), f().float())
+
+
+def test_a_unit_may_be_named_as_an_argument_is():
+    unit = ff.unit(lambda w, x: w * x)
+    unit.__name__ = "compute"
+    loss = ff.precision(unit, torch.bfloat16, overrides={"compute": None})
+    assert loss(torch.ones(2), torch.ones(2)).dtype == torch.float32
+    assert repr(loss) == "precision(compute, compute=torch.bfloat16)"
