@@ -248,8 +248,8 @@ class _Fused:
 
     def merged(self) -> Op:
         """Returns the kernel as one operator."""
-        written = sum(self.made_bytes[number] for number in self.read_elsewhere)
-        return self.op._replace(bytes=sum(self.read_bytes.values()) + written)
+        written_bytes = sum(self.made_bytes[number] for number in self.read_elsewhere)
+        return self.op._replace(bytes=sum(self.read_bytes.values()) + written_bytes)
 
 
 class FusedChains:

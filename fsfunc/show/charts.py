@@ -59,8 +59,8 @@ def computing() -> dict[str, Look]:
     return _by_title(forward, _RECOMPUTE, *others)
 
 
-# A wait between two actions of a rank looks other than the time before its first one:
-# zero bubble schedules have none of the former, and still the latter.
+# The time before a rank's first action and after its last one has a look of its own:
+# zero bubble schedules have such times, but no waits between two actions of a rank.
 WAITS = Look("waits for another rank", "░", "#c9cdd6")
 STALL = Look("waits for a transfer", "▒", "#f0bcc3")
 OUTSIDE = Look("not begun, or done", "·", "#f1f3f6")

@@ -246,8 +246,8 @@ class FactTable:
     def add_argument(self, x: Tensor, facts: TensorFacts) -> None:
         """Notes the facts about an argument of the step.
 
-        Of memory that several leaves share, the first one's stay; it is flat if one of
-        the leaves has several dims.
+        Where several leaves share memory, the facts of the first one stay. They say
+        ``flat`` if they do of any of these leaves.
         """
         before = self.find(x)
         if before is None or before.kind is Kind.K:

@@ -310,14 +310,14 @@ class CallChecker(RestoresOutside):
         )
         needs_seed = [isinstance(x, Tensor) and x.requires_grad for x in outputs]
         pairs = zip_longest(needs_seed, cotangents[: len(needs_seed)])
-        before = self.checker.seed_count
+        outer_seed_count = self.checker.seed_count
         self.checker.seed_count = sum(
             bool(needed) and cotangent is None for needed, cotangent in pairs
         )
         try:
             yield
         finally:
-            self.checker.seed_count = before
+            self.checker.seed_count = outer_seed_count
 
     def _expand_as(self, x: Tensor, part: Tensor) -> Tensor:
         """Returns ``x.expand_as(part)``: a part, where ``x`` is one number."""

@@ -353,7 +353,7 @@ class ReplayLink(Link):
         op: str,
         x: Tensor,
         group: RankGroup,
-        what: str,
+        subject: str,
         options: Mapping[str, Any],
     ) -> RecordedMessage:
         """Returns the next recorded message, if it is the one that is asked for.
@@ -361,7 +361,7 @@ class ReplayLink(Link):
         Raises:
             PartsFromRecording: it is another one, or there is none.
         """
-        asked = RecordedMessage.describe(op, x, group, what, options)
+        asked = RecordedMessage.describe(op, x, group, subject, options)
         if self.has_ended:
             raise PartsFromRecording(
                 f"{asked} is asked for after the end of {self.recording.name}, and "
