@@ -364,14 +364,14 @@ def _check_shapes(name: str, x: Heads, square: bool) -> None:
 
 def _reach_of_queries(name: str, causal: bool, window: Window) -> Reach:
     """Returns how far a query sees before and after itself, by both arguments."""
-    both = window if isinstance(window, tuple) else (window, window)
-    valid = [x is None or x.__class__ is int and x >= 0 for x in both]
-    if len(both) != 2 or not all(valid):
+    reach = window if isinstance(window, tuple) else (window, window)
+    valid = [x is None or x.__class__ is int and x >= 0 for x in reach]
+    if len(reach) != 2 or not all(valid):
         raise ValueError(
             f"{name}: window={window!r} is no number of positions, from 0 on, before "
             "and after a query that it sees, nor a pair of such"
         )
-    return (both[0], 0) if causal else both
+    return (reach[0], 0) if causal else reach
 
 
 def _checked_documents(name: str, documents: Tensor | None, q: Tensor) -> Tensor | None:

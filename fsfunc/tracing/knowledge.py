@@ -170,13 +170,13 @@ class FactTable:
             else provenance._replace(rows=provenance.rows | {rows})
         )
 
-    def weighed_rows(self, x: Tensor, by: Tensor) -> Provenance:
-        """Returns the provenance of rows of ``x`` that constant ``by`` weighs.
+    def weighed_rows(self, x: Tensor, weights: Tensor) -> Provenance:
+        """Returns the provenance of rows of ``x`` that constant ``weights`` weigh.
 
         A mask, or a row of the identity, chooses rows by a product.
         """
         rows = Rows(
-            self.value_key(x), self.of(x).title, ("weighed", self.value_key(by))
+            self.value_key(x), self.of(x).title, ("weighed", self.value_key(weights))
         )
         return Provenance(frozenset((rows,)))
 

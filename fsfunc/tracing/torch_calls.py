@@ -398,7 +398,7 @@ def check_tracked(reader: str, leaves: Iterable[tuple[str | None, Leaf]]) -> Non
         LawError: an ``autograd.Function`` around the reader, or torch's checkpoint,
             would lose the gradient.
     """
-    if not (around := _torch.hides_tensors()):
+    if not (hider := _torch.hides_tensors()):
         return
     # In a Function's forward torch.func's wrappers are off: no leaf shows there that it
     # is differentiated, so each may be.
@@ -411,5 +411,5 @@ def check_tracked(reader: str, leaves: Iterable[tuple[str | None, Leaf]]) -> Non
                     source_line(),
                 )
                 raise rule_error(
-                    "cut", reader=reader, leaf=leaf, line=line, around=around
+                    "cut", reader=reader, leaf=leaf, line=line, around=hider
                 )

@@ -160,9 +160,9 @@ def _find_recording(folder: Path, rank: int, call: int | None) -> CallFile:
     available = "; ".join(
         f"calls {c} of rank {r}" for r, c in sorted(calls.items())[:8]
     )
-    wanted = "call" if call is None else f"call {call}"
+    wanted_call = "call" if call is None else f"call {call}"
     raise CheckpointError(
-        f"{folder} has no complete recording of a {wanted} of rank {rank}: it has "
+        f"{folder} has no complete recording of a {wanted_call} of rank {rank}: it has "
         f"{available or 'none at all'}"
     )
 
