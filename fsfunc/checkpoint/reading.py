@@ -298,8 +298,8 @@ class Blocks:
             count = os.preadv(self.file, [slab[n_read:size]], begin + n_read)
             if count == 0:
                 raise CheckpointError(
-                    f"{self.path} ends at byte {begin + n_read}, and {self.nbytes} bytes "
-                    "were written: the file is truncated; go back to an earlier "
+                    f"{self.path} ends at byte {begin + n_read}, and {self.nbytes} "
+                    "bytes were written: the file is truncated; go back to an earlier "
                     "checkpoint"
                 )
             n_read += count

@@ -313,8 +313,8 @@ class _AttentionCall:
                 f"{name}: scale is a tensor, and a number has no gradient: multiply q "
                 "by it, and give scale=1"
             )
-        square = reach != (None, None) or self.masks.documents is not None
-        _check_shapes(name, self.x, square)
+        needs_square = reach != (None, None) or self.masks.documents is not None
+        _check_shapes(name, self.x, needs_square)
         for y in self.x:
             claim_rank_local(y, axis, name)
         ranks = None if axis is None else get_group(axis)

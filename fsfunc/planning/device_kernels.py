@@ -220,8 +220,8 @@ def fuses(func: _torch.OpOverload, op: Op) -> bool:
 @functools.cache
 def _is_composed(func: _torch.OpOverload) -> bool:
     tags = {torch.Tag.pointwise, torch.Tag.reduction}
-    named = func.overloadpacket in _COMPOSED or "rms_norm" in str(func)
-    return named or bool(tags.intersection(func.tags))
+    is_named = func.overloadpacket in _COMPOSED or "rms_norm" in str(func)
+    return is_named or bool(tags.intersection(func.tags))
 
 
 class _Fused:

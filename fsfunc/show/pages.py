@@ -328,13 +328,13 @@ def _over_time(
         for rank_plan in plan.ranks
         if rank_plan.peak_bytes
     }
-    timed = chart is not None
+    is_timed = chart is not None
     end = max((c.curve.length for c in memory_charts.values()), default=0.0)
     start, end = (chart.start, chart.end) if chart is not None else (0.0, end)
     format_value = chart.format_time if chart is not None else lambda n: f"{n:.0f}"
     sheet = Sheet(start, end, format_value)
-    page = [f"<h2>over {'time' if timed else 'operators'}</h2>"]
-    if not timed and not memory_charts:
+    page = [f"<h2>over {'time' if is_timed else 'operators'}</h2>"]
+    if not is_timed and not memory_charts:
         return [], sheet.style()
     page += [_ZOOM, *([legend_html(chart.looks())] if chart is not None else [])]
     kinds = {kind for c in memory_charts.values() for kind in c.kinds}

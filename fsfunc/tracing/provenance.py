@@ -215,17 +215,17 @@ def _sum(variable: int, terms: Sequence[Gradient], stacked: DimKey | None) -> Gr
     """Returns several gradients by one value as one: their sum, or all side by side."""
     rows = frozenset[Rows]().union(*(g.rows for g in terms))
     stacked_before = next((g.stacked for g in terms if g.stacked is not None), None)
-    loss = all(g.is_loss for g in terms)
-    if stacked is not None and not loss:
+    is_loss = all(g.is_loss for g in terms)
+    if stacked is not None and not is_loss:
         if any(terms[0].unlike_rows(g) for g in terms):
             stacked_before = stacked
     if stacked is not None or any(g.shares is None for g in terms):
-        return Gradient(variable, rows, stacked=stacked_before, is_loss=loss)
+        return Gradient(variable, rows, stacked=stacked_before, is_loss=is_loss)
     shares: dict[frozenset[Rows], float] = defaultdict(float)
     for g in terms:
         for part, amount in g.shares or ():
             shares[part] += amount
-    return Gradient(variable, rows, frozenset(shares.items()), stacked_before, loss)
+    return Gradient(variable, rows, frozenset(shares.items()), stacked_before, is_loss)
 
 
 def find_unlike(
