@@ -29,8 +29,8 @@ from tests.programs import ROOT, python
 README = (ROOT / "README.md").read_text()
 
 
-def breaks(what: str) -> str:
-    return f"torch {torch.__version__}: {what}"
+def breaks(effect: str) -> str:
+    return f"torch {torch.__version__}: {effect}"
 
 
 def test_functorch_levels_are_seen():
@@ -42,8 +42,8 @@ def test_functorch_levels_are_seen():
         return x.sum()
 
     torch.func.vmap(torch.func.grad(look))(torch.ones(2, 3))
-    what = "units under torch.func no longer take the composable path"
-    assert seen == [(True, 2), (True, False)], breaks(what)
+    effect = "units under torch.func no longer take the composable path"
+    assert seen == [(True, 2), (True, False)], breaks(effect)
     assert (_torch.functorch_active(), _torch.current_level()) == (False, 0)
 
 
@@ -53,16 +53,16 @@ def test_the_levels_that_differentiate_and_map_a_tensor_are_told():
 
     def look(w, x):
         seen.append((_torch.differentiation_level(w), _torch.vmap_levels_of(x)))
-        assert _torch.vmap_levels() == seen[-1][1], breaks(what)
+        assert _torch.vmap_levels() == seen[-1][1], breaks(effect)
         return (w * x).sum()
 
-    what = "per-sample derivatives of sharded leaves are not told, and mix the ranks"
+    effect = "per-sample derivatives of sharded leaves are not told, and mix the ranks"
     w, xs = torch.ones(2), torch.ones(3, 2)
     grad, vmap = torch.func.grad, torch.func.vmap
     vmap(grad(look), (None, 0))(w, xs)  # the derivative is inside the map
     grad(lambda w: vmap(lambda x: look(w, x))(xs).sum())(w)  # and outside
     look(w, xs)
-    assert seen == [(2, [1]), (1, [2]), (0, [])], breaks(what)
+    assert seen == [(2, [1]), (1, [2]), (0, [])], breaks(effect)
 
 
 def test_the_dim_that_is_mapped_is_told_by_its_stride():
@@ -75,8 +75,8 @@ def test_the_dim_that_is_mapped_is_told_by_its_stride():
 
     torch.func.vmap(look, 1)(torch.ones(2, 3))
     look(torch.ones(2))
-    what = "a sum over another dim of a Jacobian passes as one over its rows"
-    assert seen == [(1, 3), (0, 0)], breaks(what)
+    effect = "a sum over another dim of a Jacobian passes as one over its rows"
+    assert seen == [(1, 3), (0, 0)], breaks(effect)
 
 
 @pytest.mark.parametrize(
@@ -85,10 +85,10 @@ def test_the_dim_that_is_mapped_is_told_by_its_stride():
 def test_collectives_of_torchs_own_are_told_by_their_namespace(name):
     space, _, op = name.partition(".")
     operator = getattr(getattr(torch.ops, space), op).default
-    what = "a step that calls torch.distributed passes, and trains on its own rows"
+    effect = "a step that calls torch.distributed passes, and trains on its own rows"
     with pytest.raises(fake_results.Communicates):
         fake_results.refuse_communication(operator)
-        raise AssertionError(breaks(what))
+        raise AssertionError(breaks(effect))
 
 
 @pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")
@@ -110,30 +110,30 @@ def test_tangents_are_found_at_every_level():
         torch.func.grad(lambda x: look(x).sum())(
             torch.autograd.forward_ad.make_dual(x, v)
         )
-    what = "what forward mode brings out of a unit passes as one value on all ranks"
-    assert seen == [[[6.0]], [[6.0], [6.0], [18.0]], [], [[6.0]]], breaks(what)
+    effect = "what forward mode brings out of a unit passes as one value on all ranks"
+    assert seen == [[[6.0]], [[6.0], [6.0], [18.0]], [], [[6.0]]], breaks(effect)
 
 
 def test_forward_mode_is_seen():
     assert not _torch.forward_ad_active()
     with torch.autograd.forward_ad.dual_level():
-        what = "units under forward-mode AD lose their tangents"
-        assert _torch.forward_ad_active(), breaks(what)
-        assert _torch.transforms_active(), breaks(what)
+        effect = "units under forward-mode AD lose their tangents"
+        assert _torch.forward_ad_active(), breaks(effect)
+        assert _torch.transforms_active(), breaks(effect)
     assert not _torch.transforms_active(), "none is left behind"
 
 
 def test_a_storage_has_one_key():
     with _torch.FakeTensorMode():
         a, b = torch.empty(4), torch.empty(4)
-        what = "saved parameters are mistaken for other tensors on fake tensors"
-        assert _torch.storage_key(a) == _torch.storage_key(a[1:]), breaks(what)
-        assert _torch.storage_key(a) != _torch.storage_key(b), breaks(what)
+        effect = "saved parameters are mistaken for other tensors on fake tensors"
+        assert _torch.storage_key(a) == _torch.storage_key(a[1:]), breaks(effect)
+        assert _torch.storage_key(a) != _torch.storage_key(b), breaks(effect)
     x = torch.eye(2).to_sparse()
-    what = "a wrong gradient passes where it is sparse: its type is not known"
-    assert _torch.storage(x) is x, breaks(what)
-    assert _torch.storage_key(x) == _torch.storage_key(x), breaks(what)
-    assert _torch.storage_key(x) != _torch.storage_key(x * 1), breaks(what)
+    effect = "a wrong gradient passes where it is sparse: its type is not known"
+    assert _torch.storage(x) is x, breaks(effect)
+    assert _torch.storage_key(x) == _torch.storage_key(x), breaks(effect)
+    assert _torch.storage_key(x) != _torch.storage_key(x * 1), breaks(effect)
 
 
 def test_it_is_seen_whether_devices_have_threads():
@@ -146,23 +146,23 @@ def test_it_is_seen_whether_devices_have_threads():
     for on in (False, True):
         _torch.set_uses_device_threads(on)
         seen.append(_torch.uses_device_threads())
-    what = "a backward pass on a GPU finds no frame, and ranks no rank"
-    assert seen == [True, False, True, False, False, True], breaks(what)
+    effect = "a backward pass on a GPU finds no frame, and ranks no rank"
+    assert seen == [True, False, True, False, False, True], breaks(effect)
 
 
 def test_holders_of_a_storage_are_counted():
     storage = torch.UntypedStorage(16)
     held = lambda: _torch.storage_uses_by_key(storage._cdata)  # noqa: E731
-    what = "the pool hands out memory that somebody still reads, or never again"
-    assert held() == 1, breaks(what)
+    effect = "the pool hands out memory that somebody still reads, or never again"
+    assert held() == 1, breaks(effect)
     x = torch.empty(0).set_(storage, 0, (4,))
-    assert held() == _torch.storage_uses(x) == 2, breaks(what)
-    what = "a donated step writes into what somebody still reads, or copies all"
+    assert held() == _torch.storage_uses(x) == 2, breaks(effect)
+    effect = "a donated step writes into what somebody still reads, or copies all"
     for hold in (lambda: x[1:], x.detach, x.numpy, lambda: (x.detach(), x.data)[0]):
         y = hold()
-        assert held() == 3, breaks(what)
+        assert held() == 3, breaks(effect)
         del y
-        assert held() == 2, breaks(what)
+        assert held() == 2, breaks(effect)
 
 
 UNLIKE = {
@@ -184,10 +184,10 @@ UNLIKE = {
 def test_unlike_tensors_are_told_in_one_call(how):
     x, y = torch.ones(2, 3), torch.zeros(2, 3)
     check = _torch.likeness_check([x, y])
-    what = "an update takes tensors for those of the step before, which were others"
-    assert check(x, y) and check(y + 1, x + 2), breaks(what)
+    effect = "an update takes tensors for those of the step before, which were others"
+    assert check(x, y) and check(y + 1, x + 2), breaks(effect)
     other = UNLIKE[how](y)
-    assert not check(x, x if other is None else other), breaks(what)
+    assert not check(x, x if other is None else other), breaks(effect)
     kept = weakref.ref(x)
     del x, y, other
     assert kept() is None, breaks("old parameters stay in memory")
@@ -212,17 +212,17 @@ AROUND = []
 def test_a_function_is_known_and_its_saved_tensors_can_be_replaced():
     w = torch.ones((), requires_grad=True) * 2
     y = Scale.apply(torch.ones(3, requires_grad=True), w)
-    what = "collectives in a Function with another backward give wrong gradients"
+    effect = "collectives in a Function with another backward give wrong gradients"
     AROUND.append((_torch.function_runs(), _torch.takes_tangents()))
     with torch.no_grad():
         AROUND.append((_torch.function_runs(), _torch.takes_tangents()))
     with torch.inference_mode():
         AROUND.append((_torch.function_runs(), _torch.takes_tangents()))
     inside, *outside, inference = AROUND
-    assert inside == (True, False) and inference == (False, False), breaks(what)
-    assert outside == [(False, True)] * 2, breaks(what)
-    assert _torch.is_function_node(y.grad_fn), breaks(what)
-    assert not _torch.is_function_node((y + 1).grad_fn), breaks(what)
+    assert inside == (True, False) and inference == (False, False), breaks(effect)
+    assert outside == [(False, True)] * 2, breaks(effect)
+    assert _torch.is_function_node(y.grad_fn), breaks(effect)
+    assert not _torch.is_function_node((y + 1).grad_fn), breaks(effect)
     nodes = _torch.graph_nodes([y.grad_fn], {w.grad_fn})
     key = _torch.storage_key(w)
     found = _torch.hook_saved(nodes, key, lambda t: t, lambda t: t)
@@ -247,29 +247,29 @@ def test_comparisons_of_residuals_are_hidden_from_modes_of_functions():
     with Seeing():
         near = _torch.norms_are_near(_torch.saved_norms(x), x)
         alike = _torch.all_true([near])
-    what = "first_difference takes remat's own sums for what a unit computes"
+    effect = "first_difference takes remat's own sums for what a unit computes"
     names = {getattr(func, "__name__", "") for func in seen}
-    assert alike and not names & {"mul", "matmul", "isclose"}, breaks(what)
+    assert alike and not names & {"mul", "matmul", "isclose"}, breaks(effect)
 
 
 def test_a_tensor_may_change_its_class():
     x = torch.ones(3)
     x.__class__ = Odd
-    what = "a spent tensor is read in silence, or can no longer be given back"
+    effect = "a spent tensor is read in silence, or can no longer be given back"
     with pytest.raises(KeyError):
         x + 1
     with pytest.raises(KeyError):
         _ = x.shape
     with _torch.as_plain_tensors():
-        assert x.shape == (3,) and x._version == 0, breaks(what)
+        assert x.shape == (3,) and x._version == 0, breaks(effect)
     x.__class__ = Tensor
-    assert (x + 1).tolist() == [2, 2, 2], breaks(what)
+    assert (x + 1).tolist() == [2, 2, 2], breaks(effect)
 
 
 def test_it_is_known_when_autograd_alone_looks():
-    what = "a leaf's part is made where a transform or a mode sees it"
+    effect = "a leaf's part is made where a transform or a mode sees it"
     x, mode = torch.ones(()), fake_modes.fake_mode_of([])
-    assert _torch.only_autograd_sees(x), breaks(what)
+    assert _torch.only_autograd_sees(x), breaks(effect)
     seen = []
     torch.func.grad(lambda x: (seen.append(_torch.only_autograd_sees(x)), x)[1])(x)
     with torch.no_grad():
@@ -279,7 +279,7 @@ def test_it_is_known_when_autograd_alone_looks():
     with mode:
         assert _torch.only_autograd_sees(torch.ones(())), "modes are to see fakes"
         seen.append(_torch.only_autograd_sees(x))
-    assert seen == [False] * 4, breaks(what)
+    assert seen == [False] * 4, breaks(effect)
 
 
 @pytest.mark.parametrize("offset", [0, 1])
@@ -296,12 +296,12 @@ def test_a_view_of_any_dtype_is_made_anew_of_its_place(offset):
     other[:25] = memory
     for x in views:
         y = _torch.view_at(other, _torch.place_of(x))
-        what = "a saved view of a parameter is read in another way: wrong gradients"
-        assert torch.equal(x.resolve_conj().resolve_neg(), y), breaks(what)
-        assert (y.dtype, y.shape) == (x.dtype, x.shape), breaks(what)
-        assert (y.is_conj(), y.is_neg()) == (x.is_conj(), x.is_neg()), breaks(what)
+        effect = "a saved view of a parameter is read in another way: wrong gradients"
+        assert torch.equal(x.resolve_conj().resolve_neg(), y), breaks(effect)
+        assert (y.dtype, y.shape) == (x.dtype, x.shape), breaks(effect)
+        assert (y.is_conj(), y.is_neg()) == (x.is_conj(), x.is_neg()), breaks(effect)
         shares = _torch.storage_key(y) == _torch.storage_key(other)
-        assert shares or offset and x.is_complex() or not x.numel(), breaks(what)
+        assert shares or offset and x.is_complex() or not x.numel(), breaks(effect)
 
 
 def test_the_compiler_tells_which_function_it_may_not_look_into():
@@ -313,8 +313,8 @@ def test_the_compiler_tells_which_function_it_may_not_look_into():
         torch.compile(lambda x: apart(x) * 2, backend="eager", fullgraph=True)(
             torch.ones(2)
         )
-    what = "a unit with a collective is refused by jit in words of the compiler"
-    assert _torch.is_compiler_error(caught.value), breaks(what)
+    effect = "a unit with a collective is refused by jit in words of the compiler"
+    assert _torch.is_compiler_error(caught.value), breaks(effect)
 
 
 def test_the_graph_can_be_walked_and_saved_tensors_replaced():
@@ -330,8 +330,8 @@ def test_the_graph_can_be_walked_and_saved_tensors_replaced():
         return saved
 
     count = _torch.hook_saved(nodes, _torch.storage_key(v), lambda t: t.clone(), unpack)
-    what = "gathered parameters are kept after the forward pass: ZeRO-3 is lost"
-    assert count == 1, breaks(what)
+    effect = "gathered parameters are kept after the forward pass: ZeRO-3 is lost"
+    assert count == 1, breaks(effect)
     first = torch.autograd.grad(y.sum(), [w, x], create_graph=True)
     assert packed, breaks("the backward does not gather again")
     plain = torch.autograd.grad(
@@ -339,18 +339,18 @@ def test_the_graph_can_be_walked_and_saved_tensors_replaced():
     )
     for a, b in zip(first, plain, strict=True):
         torch.testing.assert_close(a, b)
-    what = "a replaced saved tensor lost its history: second derivatives are wrong"
+    effect = "a replaced saved tensor lost its history: second derivatives are wrong"
     again = torch.autograd.grad(sum(g.square().sum() for g in first), w)
     expected = torch.autograd.grad(sum(g.square().sum() for g in plain), w)
-    torch.testing.assert_close(again, expected, msg=lambda m: breaks(what) + m)
+    torch.testing.assert_close(again, expected, msg=lambda m: breaks(effect) + m)
 
 
 def test_nodes_are_numbered_in_order():
     x = torch.ones(1, requires_grad=True)
     a, number, b = x * 1, _torch.next_sequence_number(), x * 1
     numbers = [_torch.sequence_number(n.grad_fn) for n in (a, b)]
-    what = "captured tensors go unseen, and operators are booked under the wrong unit"
-    assert numbers[0] < number <= numbers[1], breaks(what)
+    effect = "captured tensors go unseen, and operators are booked under the wrong unit"
+    assert numbers[0] < number <= numbers[1], breaks(effect)
     with torch.no_grad():
         x * 2
     assert _torch.next_sequence_number() >= number
@@ -358,13 +358,13 @@ def test_nodes_are_numbered_in_order():
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")
 def test_errors_of_the_compiler_are_told():
-    what = "jit names neither the unit nor the way out where a unit does not compile"
+    effect = "jit names neither the unit nor the way out where a unit does not compile"
     branches = torch.compile(
         lambda x: x if x.sum() > 0 else -x, backend="eager", fullgraph=True
     )
     with pytest.raises(Exception, match="ranch") as found:
         branches(torch.ones(2))
-    assert _torch.is_compiler_error(found.value), breaks(what)
+    assert _torch.is_compiler_error(found.value), breaks(effect)
     scaled = torch.compile(
         lambda x, k: x * k, backend="eager", fullgraph=True, dynamic=False
     )
@@ -373,18 +373,18 @@ def test_errors_of_the_compiler_are_told():
             for k in range(3):
                 scaled(torch.ones(2), k / 3)
     torch._dynamo.reset()
-    assert _torch.is_compiler_error(found.value), breaks(what)
+    assert _torch.is_compiler_error(found.value), breaks(effect)
     assert not _torch.is_compiler_error(KeyError())
 
 
 def test_a_meta_tensor_is_a_fake_one_of_the_cpu():
-    what = "plans of models on meta hold every score of their attention"
+    effect = "plans of models on meta hold every score of their attention"
     mode = fake_modes.fake_mode_of(())
     x = torch.empty(2, 3, device="meta", requires_grad=True).t()
     for found in (fake_modes.fake_of(mode, x.detach()), _under(mode, lambda: x * 1)):
-        assert found.device.type == "cpu" and found.shape == (3, 2), breaks(what)
+        assert found.device.type == "cpu" and found.shape == (3, 2), breaks(effect)
     one, other = fake_modes.fake_of(mode, x), fake_modes.fake_of(mode, x)
-    assert one is other and one.stride() == x.stride(), breaks(what)
+    assert one is other and one.stride() == x.stride(), breaks(effect)
 
 
 def _under(mode, run):
@@ -393,12 +393,12 @@ def _under(mode, run):
 
 
 def test_modes_are_seen():
-    what = "spmd drops a mode, or hooks, around it in silence"
+    effect = "spmd drops a mode, or hooks, around it in silence"
     assert _torch.active_modes() == [] and not _torch.saved_tensors_hooked()
     with Watch(), torch.device("cpu"):
-        assert _torch.active_modes() == ["Watch"], breaks(what)
+        assert _torch.active_modes() == ["Watch"], breaks(effect)
     with torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x):
-        assert _torch.saved_tensors_hooked(), breaks(what)
+        assert _torch.saved_tensors_hooked(), breaks(effect)
 
 
 def test_fake_tensors_say_what_they_are():
@@ -411,13 +411,13 @@ def test_fake_tensors_say_what_they_are():
         assert _torch.fake_active()
         with pytest.raises(Exception) as caught:
             x.sum().item()
-    what = "recording no longer names the line that reads a value"
-    assert _torch.is_data_dependent(caught.value), breaks(what)
+    effect = "recording no longer names the line that reads a value"
+    assert _torch.is_data_dependent(caught.value), breaks(effect)
 
 
 def test_a_schema_says_what_an_operator_writes():
     aten, x, y = torch.ops.aten, torch.zeros(2), torch.zeros(2)
-    what = "glue that writes in place makes a pipeline wrong in silence"
+    effect = "glue that writes in place makes a pipeline wrong in silence"
     for op, args, kwargs, expected in (
         (aten.add.Tensor, (x, y), {}, []),
         (aten.add_.Tensor, (x, y), {}, [x]),
@@ -428,39 +428,39 @@ def test_a_schema_says_what_an_operator_writes():
         (aten.native_batch_norm.default, (x, x, x, None, None, True, 0, 0), {}, []),
     ):
         found = _torch.tensors_written(op, args, kwargs)
-        assert list(map(id, found)) == list(map(id, expected)), breaks(what)
-    what = "remat would keep a value under the operator that made a view of it"
+        assert list(map(id, found)) == list(map(id, expected)), breaks(effect)
+    effect = "remat would keep a value under the operator that made a view of it"
     for op, makes in (
         (aten.add.Tensor, True), (aten.add_.Tensor, False), (aten.add.out, False),
         (aten.view.default, False), (aten.split.Tensor, False), (aten.mm.default, True),
     ):  # fmt: skip
-        assert _torch.makes_memory(op) is makes, breaks(what)
+        assert _torch.makes_memory(op) is makes, breaks(effect)
 
 
 def test_products_say_what_they_multiplied():
     x, w = torch.ones(2, 3, requires_grad=True), torch.ones(3, 4, requires_grad=True)
     bias = torch.ones(4, requires_grad=True)
-    what = "a pipeline makes each weight gradient in memory of its own"
+    effect = "a pipeline makes each weight gradient in memory of its own"
     for y in x @ w, torch.addmm(bias, x, w):
-        assert products.node_kind(y.grad_fn) == "product", breaks(what)
-        assert torch.equal(products.first_factor(y.grad_fn), x), breaks(what)
-        assert products.weight_edge(y.grad_fn)[0].variable is w, breaks(what)
+        assert products.node_kind(y.grad_fn) == "product", breaks(effect)
+        assert torch.equal(products.first_factor(y.grad_fn), x), breaks(effect)
+        assert products.weight_edge(y.grad_fn)[0].variable is w, breaks(effect)
     assert products.weight_edge((x @ w.detach()).grad_fn) is None
     assert products.weight_edge(torch.addmm(bias, x, w, alpha=2).grad_fn) is None
     assert products.weight_edge((x * x).grad_fn) is None
     kinds = [x.t().grad_fn, x.view(6).grad_fn, (x * 1).grad_fn.next_functions[0][0]]
     found = list(map(products.node_kind, kinds))
-    assert found == ["turn", "view", "leaf"], breaks(what)
+    assert found == ["turn", "view", "leaf"], breaks(effect)
     assert products.node_kind(x.exp().grad_fn) is None
 
 
 def test_lookups_say_what_they_looked_up():
     w, rows = torch.ones(4, 2, requires_grad=True), torch.tensor([[1, 3]])
-    look, what = torch.nn.functional.embedding, "embeddings' gradients are made anew"
+    look, effect = torch.nn.functional.embedding, "embeddings' gradients are made anew"
     y = look(rows, w)
-    assert products.node_kind(y.grad_fn) == "lookup", breaks(what)
-    assert torch.equal(products.lookup_indices(y.grad_fn), rows), breaks(what)
-    assert products.weight_edge(y.grad_fn)[0].variable is w, breaks(what)
+    assert products.node_kind(y.grad_fn) == "lookup", breaks(effect)
+    assert torch.equal(products.lookup_indices(y.grad_fn), rows), breaks(effect)
+    assert products.weight_edge(y.grad_fn)[0].variable is w, breaks(effect)
     for how in {"padding_idx": 1}, {"sparse": True}, {"scale_grad_by_freq": True}:
         assert products.weight_edge(look(rows, w, **how).grad_fn) is None, how
     # the engine comes to an edge that is asked for, and to no leaf that is not
@@ -478,13 +478,13 @@ def test_attention_on_the_cpu_has_the_names_that_are_counted():
     assert counter.get_total_flops() == 0, "torch counts it now: drop our formula"
     with Watch() as ran:
         torch.autograd.grad(attend(q, q, q).sum(), q)
-    what = "attention, or its backward, counts for nothing"
-    assert ran.seen.count(_torch.CPU_ATTENTION) == 1, breaks(what)
-    assert _torch.CPU_ATTENTION_BACKWARD in ran.seen, breaks(what)
+    effect = "attention, or its backward, counts for nothing"
+    assert ran.seen.count(_torch.CPU_ATTENTION) == 1, breaks(effect)
+    assert _torch.CPU_ATTENTION_BACKWARD in ran.seen, breaks(effect)
     q = fake_modes.fake_of(fake_modes.fake_mode_of([]), q.detach())
     with Watch() as ran:
         attend(q, q, q)
-    assert _torch.CPU_ATTENTION in ran.seen, breaks(what)
+    assert _torch.CPU_ATTENTION in ran.seen, breaks(effect)
 
 
 def test_a_hook_on_a_leaf_is_seen():
@@ -566,19 +566,19 @@ QUICK = [
 
 def check_alike(fast, slow, mode, given, op):
     """A fake tensor is what the mode's own is, in the same memory."""
-    what = "plans have other shapes, or views that share no memory"
+    effect = "plans have other shapes, or views that share no memory"
     assert isinstance(fast, _torch.FakeTensor) and fast.fake_mode is mode
     for name in ("shape", "dtype", "device", "layout", "requires_grad"):
-        assert getattr(fast, name) == getattr(slow, name), breaks(what)
-    assert fast.stride() == slow.stride(), (op, breaks(what))
-    assert fast.storage_offset() == slow.storage_offset(), breaks(what)
+        assert getattr(fast, name) == getattr(slow, name), breaks(effect)
+    assert fast.stride() == slow.stride(), (op, breaks(effect))
+    assert fast.storage_offset() == slow.storage_offset(), breaks(effect)
     assert fast.is_contiguous() == slow.is_contiguous()
     size = [y.untyped_storage().nbytes() for y in (fast, slow)]
     assert size[0] == size[1], (op, breaks("plans count other bytes"))
     if given:
         key = _torch.storage_key(given[0])
         shares = [_torch.storage_key(y) == key for y in (fast, slow)]
-        assert shares[0] == shares[1], (op, breaks(what))
+        assert shares[0] == shares[1], (op, breaks(effect))
     assert vars(fast).keys() == vars(slow).keys(), breaks("torch's fakes have more")
     mine = {k: v for k, v in vars(slow).items() if k != "dispatch_keys"}
     assert mine.items() <= vars(fast).items()
@@ -707,9 +707,9 @@ def test_the_node_whose_backward_runs_is_known():
     with Watch(look) as ran:
         y = x.exp().sum()
         torch.autograd.grad(y, x)
-    what = "operators of a backward are booked as the forward's"
-    assert (aten.exp, None) in ran.seen, breaks(what)
-    assert (aten.mul, "ExpBackward0") in ran.seen, breaks(what)
+    effect = "operators of a backward are booked as the forward's"
+    assert (aten.exp, None) in ran.seen, breaks(effect)
+    assert (aten.mul, "ExpBackward0") in ran.seen, breaks(effect)
     assert _torch.current_node() is None
 
 
@@ -731,20 +731,20 @@ def test_no_mode_sees_what_is_done_to_a_real_tensor():
             part = x[1:]
         with _torch.beneath_modes(fake):
             other = fake[1:]
-    what = "a plan turns leaves of the state into fake tensors"
-    assert type(part) is Tensor and part.data_ptr() == x[1:].data_ptr(), breaks(what)
-    assert isinstance(other, _torch.FakeTensor), breaks(what)
+    effect = "a plan turns leaves of the state into fake tensors"
+    assert type(part) is Tensor and part.data_ptr() == x[1:].data_ptr(), breaks(effect)
+    assert isinstance(other, _torch.FakeTensor), breaks(effect)
     with _torch.FakeTensorMode(allow_non_fake_inputs=True), torch.inference_mode():
         with _torch.outside_modes():
             copied = x.clone()
-    what = "a module's constants become fake tensors where it is first recorded"
-    assert type(copied) is Tensor and not copied.is_inference(), breaks(what)
+    effect = "a module's constants become fake tensors where it is first recorded"
+    assert type(copied) is Tensor and not copied.is_inference(), breaks(effect)
     with _torch.FakeTensorMode():
         with _torch.beneath_all_modes():
             made = torch.ones(2)
         assert isinstance(torch.ones(2), _torch.FakeTensor)
-    what = "an init function draws no key, or computes with no values"
-    assert type(made) is Tensor and made.tolist() == [1, 1], breaks(what)
+    effect = "an init function draws no key, or computes with no values"
+    assert type(made) is Tensor and made.tolist() == [1, 1], breaks(effect)
 
 
 def test_devices_that_cannot_run_are_refused():
@@ -761,21 +761,21 @@ def test_devices_that_cannot_run_are_refused():
 def test_a_module_reads_its_tensors_from_tables():
     module = torch.nn.BatchNorm1d(2)
     parameters, buffers = _torch.tensor_tables(module)
-    what = "units made of modules run on no parameters, or on those of another call"
+    effect = "units made of modules run on no parameters, or on those of another call"
     assert [*parameters, *buffers] == [
         "weight", "bias", "running_mean", "running_var", "num_batches_tracked",
-    ], breaks(what)  # fmt: skip
+    ], breaks(effect)  # fmt: skip
     _torch.set_tensor_tables(module, {"weight": 1, "bias": None}, {"running_mean": 2})
     found = module.weight, module.bias, module.running_mean
-    assert found == (1, None, 2), breaks(what)
-    what = "hooks of modules run twice, or outside their units"
+    assert found == (1, None, 2), breaks(effect)
+    effect = "hooks of modules run twice, or outside their units"
     module.register_forward_pre_hook(lambda *_: None)
     module.register_forward_hook(lambda *_: None, with_kwargs=True)
     counts = [
         [len(x) for x in _torch.hook_tables(module, before=before)]
         for before in (True, False)
     ]
-    assert counts == [[1, 0], [1, 1, 0, 0, 0]], breaks(what)
+    assert counts == [[1, 0], [1, 1, 0, 0, 0]], breaks(effect)
 
 
 def test_fakes_that_are_forgotten_can_be_swapped():
@@ -784,8 +784,8 @@ def test_fakes_that_are_forgotten_can_be_swapped():
         linear = torch.nn.Linear(2, 2)
         weight = linear.weight
         fake_modes.forget_fakes(mode)
-        what = "a module cannot be converted within an init function"
-        assert not weakref.getweakrefs(weight), breaks(what)
+        effect = "a module cannot be converted within an init function"
+        assert not weakref.getweakrefs(weight), breaks(effect)
 
 
 @pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")
@@ -799,8 +799,8 @@ def test_what_fakes_do_need_not_be_remembered():
     for _ in range(2):
         with mode, fake_modes.without_fake_cache(mode):
             assert slopes(torch.ones(3, 2)).shape == (3, 2)
-            what = "a step with forward mode in it cannot be recorded twice"
-            assert not mode.cache_enabled, breaks(what)
+            effect = "a step with forward mode in it cannot be recorded twice"
+            assert not mode.cache_enabled, breaks(effect)
 
 
 def test_what_hides_tensors_from_autograd_is_named():
@@ -830,13 +830,13 @@ def test_what_hides_tensors_from_autograd_is_named():
     torch.func.vjp(Double.apply, x.detach())
     for reentrant in (False, True):
         torch.utils.checkpoint.checkpoint(note, x, use_reentrant=reentrant)
-    what = "gradients by placed leaves that a Function or a checkpoint reads are zero"
+    effect = "gradients by placed leaves that a Function or a checkpoint reads are zero"
     (plain, own, func, hooked, nested) = named
     assert plain == ("", False), breaks("units are refused")
-    assert "autograd.Function" in own[0] and not own[1], breaks(what)
-    assert "autograd.Function" in func[0] and func[1], breaks(what)
-    assert hooked[0] == "torch.utils.checkpoint", breaks(what)
-    assert "reentrant" in nested[0], breaks(what)
+    assert "autograd.Function" in own[0] and not own[1], breaks(effect)
+    assert "autograd.Function" in func[0] and func[1], breaks(effect)
+    assert hooked[0] == "torch.utils.checkpoint", breaks(effect)
+    assert "reentrant" in nested[0], breaks(effect)
     assert not _torch.reverse_mode_around(), breaks("units are refused")
 
 
@@ -868,12 +868,12 @@ def test_the_versions_that_are_tested_are_named_alike_everywhere():
 def test_a_generator_that_nobody_else_holds_is_gone():
     generator = torch.Generator()
     reference = versions.generator_reference(generator)
-    what = "remat restores generators that a unit makes for itself, or none at all"
-    assert reference() is generator, breaks(what)
+    effect = "remat restores generators that a unit makes for itself, or none at all"
+    assert reference() is generator, breaks(effect)
     other, generator = generator, None
-    assert reference() is other, breaks(what)
+    assert reference() is other, breaks(effect)
     del other
-    assert reference() is None, breaks(what)
+    assert reference() is None, breaks(effect)
 
 
 def test_the_node_of_a_function_lives_as_long_as_is_said():
@@ -888,20 +888,20 @@ def test_the_node_of_a_function_lives_as_long_as_is_said():
         def backward(ctx, g):  # type: ignore[override]
             return g * 2
 
-    what = "the second half of a split backward finds no nodes"
+    effect = "the second half of a split backward finds no nodes"
     y = Twice.apply(torch.ones(1, requires_grad=True))
     edge, above = torch.autograd.graph.get_gradient_edge(y), y.sin().grad_fn
     node, token = edge.node, edge.ownership_token
     del y, edge
-    assert node.next_functions, breaks(what)
+    assert node.next_functions, breaks(effect)
     token = None
-    assert node.next_functions, breaks(what)
+    assert node.next_functions, breaks(effect)
     above = None
     try:
         alive = bool(node.next_functions)
     except RuntimeError:
         alive = False
-    assert alive == versions.NODES_KEEP_FUNCTIONS_ALIVE, breaks(what)
+    assert alive == versions.NODES_KEEP_FUNCTIONS_ALIVE, breaks(effect)
     assert token is above is None
 
 
@@ -943,15 +943,15 @@ def test_a_backward_that_keeps_its_graph_says_so():
     y.register_hook(lambda g: kept.append(_torch.keeps_graph()))
     torch.autograd.grad(y, x, retain_graph=True)
     torch.autograd.grad(y, x)
-    what = "a second derivative of a sharded unit is refused, or torch's own error"
-    assert kept == [True, False], breaks(what)
+    effect = "a second derivative of a sharded unit is refused, or torch's own error"
+    assert kept == [True, False], breaks(effect)
 
 
 def test_leaves_behind_a_tensor_are_seen():
     x = torch.ones(1, requires_grad=True)
     y = x.view(1) * 2
-    what = "a nested gradient call cuts the graph to what its function closes over"
-    assert _torch.reaches_leaves(y, set()), breaks(what)
+    effect = "a nested gradient call cuts the graph to what its function closes over"
+    assert _torch.reaches_leaves(y, set()), breaks(effect)
     stop = {y.grad_fn.next_functions[0][0]}
     assert not _torch.reaches_leaves(y, stop), "what is beyond a node is not asked"
 
@@ -960,16 +960,16 @@ def test_who_asks_for_a_value_is_told():
     with Watch(lambda func: _torch.data_dependence(func) == "value") as ran:
         x = torch.ones(())
         float(x), x.item(), bool(x == 1)
-    what = "a step that asks for values is not looked at any more"
-    assert sum(ran.seen) == 3 and ran.seen[0] is False, breaks(what)
+    effect = "a step that asks for values is not looked at any more"
+    assert sum(ran.seen) == 3 and ran.seen[0] is False, breaks(effect)
 
 
 def test_fakes_that_refuse_may_be_quiet(caplog):
     mode = fake_modes.fake_mode_of(())
     with mode, fake_modes.without_fake_logs(), pytest.raises(RuntimeError):
         torch.ones(3) * torch.ones(4)
-    what = "a step that raises is logged by torch as it is tried"
-    assert not caplog.records, breaks(what)
+    effect = "a step that raises is logged by torch as it is tried"
+    assert not caplog.records, breaks(effect)
 
 
 def test_rrelu_saves_its_noise_before_it_has_drawn_it():
@@ -991,21 +991,21 @@ def test_a_process_group_says_how_long_it_waits():
             found = _torch.group_timeout(dist.group.WORLD)
         finally:
             dist.destroy_process_group()
-        what = "a timeout that the user gave is lost on a mesh of two axes"
-        assert found == expected, breaks(what)
+        effect = "a timeout that the user gave is lost on a mesh of two axes"
+        assert found == expected, breaks(effect)
 
 
 def test_what_a_fork_must_not_free_is_kept():
     store = dist.HashStore()
     dist.init_process_group("fake", store=store, rank=0, world_size=1)
     try:
-        what = "ranks no longer hear one another beside their collectives"
-        assert isinstance(_torch.default_store(), dist.Store), breaks(what)
+        effect = "ranks no longer hear one another beside their collectives"
+        assert isinstance(_torch.default_store(), dist.Store), breaks(effect)
         group = dist.group.WORLD
         before = sys.getrefcount(group)
         _torch.never_free_process_groups()
-        what = "a fork of a rank never ends: it frees groups whose threads it has not"
-        assert sys.getrefcount(group) == before + 1, breaks(what)
+        effect = "a fork of a rank never ends: it frees groups whose threads it has not"
+        assert sys.getrefcount(group) == before + 1, breaks(effect)
     finally:
         dist.destroy_process_group()
 
@@ -1020,9 +1020,9 @@ def test_code_between_graphs_knows_of_its_compiler():
         return x + 1
 
     torch.compile(between, backend="eager")(torch.ones(1))
-    what = "a compiled step is torn into graphs in silence"
-    assert found[0] is None, breaks(what)
-    assert len(found) == 2 and callable(found[1]), breaks(what)
+    effect = "a compiled step is torn into graphs in silence"
+    assert found[0] is None, breaks(effect)
+    assert len(found) == 2 and callable(found[1]), breaks(effect)
 
 
 def test_compiled_functions_run_plainly_and_compiled_again():
@@ -1036,8 +1036,8 @@ def test_compiled_functions_run_plainly_and_compiled_again():
     before = _torch.compiler_stance()
     _torch.set_compiler_stance("force_eager")
     double(torch.ones(1))
-    what = "compiled kernels read the memory of fake tensors: segmentation fault"
-    assert len(ran) == 1, breaks(what)
+    effect = "compiled kernels read the memory of fake tensors: segmentation fault"
+    assert len(ran) == 1, breaks(effect)
     _torch.set_compiler_stance(before)
     double(torch.ones(1))
     assert len(ran) == 2, breaks("units are compiled no more")
@@ -1047,8 +1047,8 @@ def test_a_module_tells_that_it_was_compiled():
     module = torch.nn.Linear(1, 1)
     assert not _torch.is_compiled(module)
     module.compile(backend="eager")
-    what = "modules compiled in place run uncompiled, without a word"
-    assert _torch.is_compiled(module), breaks(what)
+    effect = "modules compiled in place run uncompiled, without a word"
+    assert _torch.is_compiled(module), breaks(effect)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
@@ -1068,8 +1068,8 @@ def test_fakes_know_the_product_of_groups(dtype):
 
     with fake_modes.fake_mode_of(()):
         fake = found()
-    what = "a model with experts cannot be recorded"
-    assert fake == found(), breaks(what)
+    effect = "a model with experts cannot be recorded"
+    assert fake == found(), breaks(effect)
 
 
 def test_a_compiled_forward_keeps_what_a_partitioner_says():
@@ -1084,10 +1084,10 @@ def test_a_compiled_forward_keeps_what_a_partitioner_says():
         given = {x.untyped_storage()._cdata for x in (w, x)}
         return {x.untyped_storage()._cdata for x in y.grad_fn.saved_tensors} - given
 
-    what = "jit keeps and computes again other values than it says"
-    assert not saved(0.0), breaks(what)
-    assert len(saved(1.0)) == 1, breaks(what)  # the product, and no value made of it
-    assert "custom_partitioner_fn" in torch._inductor.list_options(), breaks(what)
+    effect = "jit keeps and computes again other values than it says"
+    assert not saved(0.0), breaks(effect)
+    assert len(saved(1.0)) == 1, breaks(effect)  # the product, and no value made of it
+    assert "custom_partitioner_fn" in torch._inductor.list_options(), breaks(effect)
 
 
 def test_a_graph_has_writes_collectives_and_constants():
@@ -1115,13 +1115,13 @@ def test_a_graph_has_writes_collectives_and_constants():
             return [got]
 
         found = graphs.trace_operators(run, [x, y])
-    what = "jit(whole_step=True) writes, sends or reads other than the step"
-    assert found.written_inputs == [1] and found.constants[0] is beside, breaks(what)
+    effect = "jit(whole_step=True) writes, sends or reads other than the step"
+    assert found.written_inputs == [1] and found.constants[0] is beside, breaks(effect)
     given = [torch.tensor([1.0, 2.0]), torch.zeros(2)]
     with graphs.running(Run()), torch.no_grad():
         (made,) = found.graph(*given, beside)
-    assert calls == [("start", 7), ("wait", 7)], breaks(what)
-    assert made.tolist() == given[1].tolist() == [4.0, 6.0], breaks(what)
+    assert calls == [("start", 7), ("wait", 7)], breaks(effect)
+    assert made.tolist() == given[1].tolist() == [4.0, 6.0], breaks(effect)
 
 
 def test_a_registered_dataclass_says_which_fields_it_leaves_out():
@@ -1133,15 +1133,15 @@ def test_a_registered_dataclass_says_which_fields_it_leaves_out():
 
     torch_pytree.register_dataclass(Known)
     node = torch_pytree.SUPPORTED_NODES[Known]
-    what = "a gradient with None at a word has another structure than its parameters"
+    effect = "a gradient with None at a word has another structure than its parameters"
     for value, said in (
         (Known(1, "x", 2), [["w", "name", "b"], []]),
         (Known(1, None, 2), [["w", "b"], ["name"]]),
         (Known(1), [["w"], ["name", "b"]]),
     ):
-        assert node.flatten_fn(value)[1] == said, breaks(what)
+        assert node.flatten_fn(value)[1] == said, breaks(effect)
     context = [["w", "name", "b"], []]
-    assert node.unflatten_fn([1, None, 2], context) == Known(1, None, 2), breaks(what)
+    assert node.unflatten_fn([1, None, 2], context) == Known(1, None, 2), breaks(effect)
 
 
 def test_an_operator_is_known_by_its_formula():

@@ -29,12 +29,12 @@ class VersionDifference(NamedTuple):
 
     Attributes:
         versions: those that do it.
-        what: what they do.
+        behavior: what they do.
         met_by: the place in this library that makes it no difference, and how.
     """
 
     versions: str
-    what: str
+    behavior: str
     met_by: str
 
 

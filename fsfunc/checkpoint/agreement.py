@@ -185,11 +185,11 @@ class SavePeers:
             # A rank without a message may be busy, or gone: the board says which. One
             # that has ended will never report. One that does not answer may be slow:
             # it is waited for as long as there is patience.
-            asked = time.monotonic()
+            asked_at = time.monotonic()
             missing = self.board.missing(
                 [r for r in self.ranks if r not in self.read_messages()]
             )
-            silent_since = {r: silent_since.get(r, asked) for r in missing}
+            silent_since = {r: silent_since.get(r, asked_at) for r in missing}
             deadline = time.monotonic() - self.patience
             self.lost = {
                 r: reason

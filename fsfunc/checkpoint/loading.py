@@ -380,14 +380,18 @@ def _choose(paths: list[str], only: Only | None) -> list[str]:
     else:
         # A pattern names a leaf or a subtree: "**" fits no name at all too.
         patterns = [f"{p}/**" for p in ([only] if isinstance(only, str) else only)]
-        fits = {p: [path for path in paths if matches(p, path)] for p in patterns}
-        useless = [p[:-3] for p, fitting in fits.items() if not fitting]
+        paths_by_pattern = {
+            p: [path for path in paths if matches(p, path)] for p in patterns
+        }
+        useless = [p[:-3] for p, fitting in paths_by_pattern.items() if not fitting]
         if useless:
             raise ValueError(
                 f"only={useless[0]!r} fits no path of the target: near are "
                 f"{nearest(useless[0], paths)}"
             )
-        fitting_paths = {path for fitting in fits.values() for path in fitting}
+        fitting_paths = {
+            path for fitting in paths_by_pattern.values() for path in fitting
+        }
         chosen = [path for path in paths if path in fitting_paths]
     if not chosen:
         raise ValueError(f"only= chooses none of the target's {len(paths)} leaves")
@@ -500,8 +504,8 @@ def _can_cast(source: Source, target: Leaf) -> bool:
         return True
     if torch.bool in dtypes or any(d.is_complex or d.is_floating_point for d in dtypes):
         return False
-    saved, wanted = map(torch.iinfo, (a[1], b[1]))
-    return wanted.min <= saved.min and saved.max <= wanted.max
+    saved_range, target_range = map(torch.iinfo, (a[1], b[1]))
+    return target_range.min <= saved_range.min and saved_range.max <= target_range.max
 
 
 def _has_no_value(leaf: Leaf) -> bool:

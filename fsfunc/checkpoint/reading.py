@@ -102,10 +102,13 @@ class Request(NamedTuple):
             dim = next(d for d, n in enumerate(piece.lengths) if n > 1)
             count, step = piece.lengths[dim], piece.strides[dim]
             step *= piece.leaf.dtype.itemsize
-            beyond = -(-(end - edge) // step)  # rows that end behind the edge
-            before = max(count - beyond, 1)
+            rows_beyond = -(-(end - edge) // step)  # rows that end behind the edge
+            rows_before = max(count - rows_beyond, 1)
             # The first part goes last onto the stack, so pieces come in file order.
-            remaining += [piece.part(dim, before, count), piece.part(dim, 0, before)]
+            remaining += [
+                piece.part(dim, rows_before, count),
+                piece.part(dim, 0, rows_before),
+            ]
 
     def take(self, slab: memoryview, begin: int, end: int) -> None:
         """Fills the target from the bytes of its span, ``slab[begin:end]``."""
@@ -290,16 +293,16 @@ class Blocks:
                 request.take(memory, begin - first, end - first)
 
     def _read(self, begin: int, size: int, slab: memoryview) -> None:
-        done = 0
-        while done < size:  # the system may return less than was asked for
-            count = os.preadv(self.file, [slab[done:size]], begin + done)
+        n_read = 0
+        while n_read < size:  # the system may return less than was asked for
+            count = os.preadv(self.file, [slab[n_read:size]], begin + n_read)
             if count == 0:
                 raise CheckpointError(
-                    f"{self.path} ends at byte {begin + done}, and {self.nbytes} bytes "
-                    "were written: the file is truncated; go back to an earlier "
+                    f"{self.path} ends at byte {begin + n_read}, and {self.nbytes} "
+                    "bytes were written: the file is truncated; go back to an earlier "
                     "checkpoint"
                 )
-            done += count
+            n_read += count
 
     def _prove(self, begin: int, blocks: memoryview) -> None:
         """Compares the checksums of blocks that lie from ``begin`` on."""

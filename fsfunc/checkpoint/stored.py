@@ -369,8 +369,8 @@ def _validate_generators(random: Mapping[str, Any]) -> dict[str, Any]:
     if not random.keys() & {"states", "of"}:  # the first checkpoints had one rank's
         table = JsonTable(states=[dict(random)], of=[0])
     table.with_keys("states", "of")
-    states, of = table.array("states"), table.numbers("of")
-    if not of or max(of) >= len(states):
+    states, state_of_rank = table.array("states"), table.numbers("of")
+    if not state_of_rank or max(state_of_rank) >= len(states):
         raise InvalidTable("the ranks' generators are not those that it holds")
     for state in states:
         for device_type, text in JsonTable(x=state).texts("x").items():

@@ -99,8 +99,10 @@ class SaveTask:
         """Writes this rank's files, and reports them."""
         contents = self.contents
         files = write_parts(self.folder, self.rank, assign_parts(contents, self.here))
-        for leaf, before in zip(contents.tensors.values(), self._versions, strict=True):
-            if version(leaf.part) != before:
+        for leaf, version_before in zip(
+            contents.tensors.values(), self._versions, strict=True
+        ):
+            if version(leaf.part) != version_before:
                 raise CheckpointError(
                     f"{leaf.path!r} was changed in place while it was being saved: the "
                     "checkpoint would hold neither the old values nor the new ones; "

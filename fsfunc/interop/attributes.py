@@ -50,7 +50,10 @@ class Attributes:
         self.is_closed: bool = False
         self._modules = [(p, m, dict(vars(m))) for p, m in module.named_modules()]
         # Both by id. What was not copied is shared by all copies, and left alone.
-        modules, copies = {id(m) for _, m, _ in self._modules}, {id(x) for x in copied}
+        module_ids, copied_ids = (
+            {id(m) for _, m, _ in self._modules},
+            {id(x) for x in copied},
+        )
         self._tensors: list[tuple[str, Tensor, int]] = []  # path, tensor, version
         containers: dict[int, tuple[str, Any]] = {}  # by id: path, and container
         # Those of units first: what they share with others goes by their path.
@@ -59,7 +62,7 @@ class Attributes:
             for name, x in saved.items():
                 if name not in _MODULE_ATTRIBUTES:
                     attribute = _join_path(path, name)
-                    self._collect(attribute, x, containers, modules, copies)
+                    self._collect(attribute, x, containers, module_ids, copied_ids)
         self._in_units = [
             x for path, x in containers.values() if self._is_in_unit(path)
         ]
@@ -77,13 +80,13 @@ class Attributes:
         path: str,
         x: Any,
         containers: dict[int, tuple[str, Any]],
-        modules: set[int],
-        copies: set[int],
+        module_ids: set[int],
+        copied_ids: set[int],
     ) -> None:
         """Finds the containers and tensors in an attribute."""
         if (
             id(x) in containers
-            or id(x) in modules
+            or id(x) in module_ids
             or isinstance(x, AbsentTensor | type)
         ):
             return
@@ -95,12 +98,12 @@ class Attributes:
             inner = list(x.values() if isinstance(x, Mapping) else x)
             if type(x) in _CONTAINERS:
                 containers[id(x)] = path, x
-        elif id(x) in copies and _is_plain(x):
+        elif id(x) in copied_ids and _is_plain(x):
             inner = [vars(x)]
-        elif id(x) in copies and not isinstance(x, _IMMUTABLE):
+        elif id(x) in copied_ids and not isinstance(x, _IMMUTABLE):
             self.is_closed = True  # a random generator, say, whose state is hidden
         for y in inner:
-            self._collect(path, y, containers, modules, copies)
+            self._collect(path, y, containers, module_ids, copied_ids)
 
     def enter(self) -> None:
         """Checks what a unit's own copy does not see, when the unit is called.

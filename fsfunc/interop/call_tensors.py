@@ -28,7 +28,7 @@ from fsfunc.sharded.leaf import is_sharded
 from fsfunc.tree.types import Leaf
 
 _T = TypeVar("_T")
-_Answer = TypeVar("_Answer")
+_Result = TypeVar("_Result")
 
 
 @dataclass
@@ -208,8 +208,8 @@ class CallTensors:
     def current_buffers(self, names: Iterable[str]) -> dict[str, Tensor]:
         """Returns buffers as they are now, for a unit that the module calls."""
         buffers = {n: self.buffers[n] for n in names}
-        read = buffers.keys() & self._buffers_read.keys()
-        return buffers | self._select_written(read)
+        names_read = buffers.keys() & self._buffers_read.keys()
+        return buffers | self._select_written(names_read)
 
     def written_buffers(self) -> dict[str, Tensor]:
         """Returns the buffers that were written.
@@ -291,7 +291,7 @@ def _is_virtual(tensors: tuple[Tensor, ...]) -> bool:
     )
 
 
-def _ask_values(ask: Callable[[_T], _Answer], arg: _T) -> _Answer:
+def _ask_values(ask: Callable[[_T], _Result], arg: _T) -> _Result:
     """Returns ``ask(arg)``, of the values themselves.
 
     While a step is checked, a question about a value is answered both ways, to see the

@@ -122,9 +122,9 @@ class Structure:
         self.template, self.plan = without_tensors(module, tensors), plan
         plan.install(self.template)
         # A module that is there under several names goes by the first of them.
-        first = {id(m): name for name, m in self.template.named_modules()}
+        first_name_of = {id(m): name for name, m in self.template.named_modules()}
         every = self.template.named_modules(remove_duplicate=False)
-        self._first_names = {name: first[id(m)] for name, m in every}
+        self._first_names = {name: first_name_of[id(m)] for name, m in every}
         self.frozen, self.overlapping = frozenset(tensors.frozen), tensors.overlapping
         self._fetch_units: dict[str, Callable[..., Any]] = {}
         self.parts: dict[str, _Part] = {n: _Part(self, n, None) for n in units}
@@ -283,7 +283,8 @@ class _Part:
         ]
         self.params = tuple(dict.fromkeys(x.name for x in params if x is not None))
         self.buffers = tuple(dict.fromkeys(x.name for x in buffers if x is not None))
-        self.units: dict[ExtraResults, Callable[..., Any]] = {}
+        # By what else they return, the calls of the part as a unit (`_make_unit`).
+        self.unit_calls: dict[ExtraResults, Callable[..., Any]] = {}
 
     def call_from_outer(
         self, outer: ModuleCopy, m: nn.Module, args: _Arguments, keywords: _Keywords
@@ -353,7 +354,7 @@ class _Part:
         if extras.fills_caches:
             args, keywords = wrap_objects((args, keywords))
         may_hide = check_no_hidden((args, keywords), title)
-        called = self.units.get(extras) or self._make_unit(extras)
+        called = self.unit_calls.get(extras) or self._make_unit(extras)
         out = called(params, buffers, *args, **keywords)
         # An object that held no tensors before may have been given some by the call.
         if may_hide:
@@ -391,8 +392,8 @@ class _Part:
         # are not cast under `precision`: statistics stay exact.
         run.uncast_inputs = 1  # type: ignore[attr-defined]
         run.compiled_by = partial(self._compile, extras)  # type: ignore[attr-defined]
-        self.units[extras] = unit(run)
-        return self.units[extras]
+        self.unit_calls[extras] = unit(run)
+        return self.unit_calls[extras]
 
     def _compile(self, extras: ExtraResults, compile: Compile) -> Callable[..., Any]:
         """Compiles the unit's function, ``(params, buffers, *args, **keywords)``.
@@ -408,7 +409,7 @@ class _Part:
         if any(x == name or x.startswith(f"{name}.") for x in split):
             raise ValueError(f"{title} has layers that a plan splits: {advice}")
         if extras.fills_caches:  # without gradients: it may be given a cache to fill
-            return self.units[extras].fn
+            return self.unit_calls[extras].fn
         if not extras.is_plain:
             raise ValueError(f"{title} is asked for more than its output: {advice}")
         for path, m in self.template.named_modules():

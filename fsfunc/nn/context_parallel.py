@@ -313,8 +313,8 @@ class _AttentionCall:
                 f"{name}: scale is a tensor, and a number has no gradient: multiply q "
                 "by it, and give scale=1"
             )
-        square = reach != (None, None) or self.masks.documents is not None
-        _check_shapes(name, self.x, square)
+        needs_square = reach != (None, None) or self.masks.documents is not None
+        _check_shapes(name, self.x, needs_square)
         for y in self.x:
             claim_rank_local(y, axis, name)
         ranks = None if axis is None else get_group(axis)
@@ -364,14 +364,14 @@ def _check_shapes(name: str, x: Heads, square: bool) -> None:
 
 def _reach_of_queries(name: str, causal: bool, window: Window) -> Reach:
     """Returns how far a query sees before and after itself, by both arguments."""
-    both = window if isinstance(window, tuple) else (window, window)
-    valid = [x is None or x.__class__ is int and x >= 0 for x in both]
-    if len(both) != 2 or not all(valid):
+    reach = window if isinstance(window, tuple) else (window, window)
+    valid = [x is None or x.__class__ is int and x >= 0 for x in reach]
+    if len(reach) != 2 or not all(valid):
         raise ValueError(
             f"{name}: window={window!r} is no number of positions, from 0 on, before "
             "and after a query that it sees, nor a pair of such"
         )
-    return (both[0], 0) if causal else both
+    return (reach[0], 0) if causal else reach
 
 
 def _checked_documents(name: str, documents: Tensor | None, q: Tensor) -> Tensor | None:

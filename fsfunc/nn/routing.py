@@ -314,6 +314,7 @@ def _count_traffic(
             even_load * experts_per_rank,
         )
     rank_index = 0 if axis is None else axis_index(axis)
+    # By the rank that sends, then by the one that receives, then by its experts.
     loads_by_rank = [
         [
             row[i : i + experts_per_rank]

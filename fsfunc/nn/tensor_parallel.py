@@ -86,9 +86,9 @@ def column_linear(
     >>> column_linear(torch.ones(2, 3), torch.ones(4, 3)).shape
     torch.Size([2, 4])
     """
-    several = not isinstance(weight, (Tensor, Sharded))
-    weights: Sequence[Any] = tuple(weight) if several else (weight,)
-    biases: Any = (bias,) if not several else bias
+    are_several = not isinstance(weight, (Tensor, Sharded))
+    weights: Sequence[Any] = tuple(weight) if are_several else (weight,)
+    biases: Any = (bias,) if not are_several else bias
     biases = (None,) * len(weights) if biases is None else tuple(biases)
     local_weights, axis, local_biases = [], None, []
     for w, b in zip(weights, biases, strict=True):
@@ -113,7 +113,7 @@ def column_linear(
     for w, b in zip(local_weights, local_biases, strict=True):
         y = _linear_as_it_lies(x, w.flatten(0, -2), b, sequence_dim)
         outputs.append(y if w.ndim == 2 else y.unflatten(-1, w.shape[:-1]))
-    return tuple(outputs) if several else outputs[0]
+    return tuple(outputs) if are_several else outputs[0]
 
 
 def row_linear(

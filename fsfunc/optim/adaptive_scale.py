@@ -190,8 +190,8 @@ class _GradientMeasure(GradientObserver):
                 wide = torch.promote_types(piece.dtype, torch.float32)
                 piece = piece.to(wide) / self.scale
             measured = self.measure(piece)
-            before = self.sums.get(axes)
-            self.sums[axes] = measured if before is None else before + measured
+            sum_before = self.sums.get(axes)
+            self.sums[axes] = measured if sum_before is None else sum_before + measured
 
     def total(self) -> Tensor:
         """Returns the sum over all pieces, also over other ranks' parts of a leaf."""

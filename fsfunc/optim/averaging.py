@@ -111,7 +111,7 @@ def ema(
     (tensor([2., 2.]), tensor([1.5000, 1.5000]))
     """
 
-    weight = lambda averaged: 1 - decay if averaged else 1.0  # noqa: E731
+    weight = lambda averaged_count: 1 - decay if averaged_count else 1.0  # noqa: E731
     least = 1 - decay, f"1 - {decay} of a change"
     functions = _Averaging("ema", optimizer, weight, start, every, dtype, least)
     return functions.make_optimizer()
@@ -183,7 +183,7 @@ def swa(
     >>> w, state.average, state.averaged  # the mean of 2 and 3
     (tensor([3., 3.]), tensor([2.5000, 2.5000]), 2)
     """
-    weight = lambda averaged: 1 / (averaged + 1)  # noqa: E731
+    weight = lambda averaged_count: 1 / (averaged_count + 1)  # noqa: E731
     least = 0.0, "1 / n of a change, if n is large"
     functions = _Averaging("swa", optimizer, weight, start, every, dtype, least)
     return functions.make_optimizer()

@@ -369,11 +369,11 @@ class MirroredState:
             fits = all(c is None or _shaped_like(c, p) for c, p in pairs)
             return column if fits else None
 
-        def ends(x: PyTree) -> bool:
+        def is_node(x: PyTree) -> bool:
             return is_sharded(x) or column_of(x) is not None
 
         # The nodes of the state: trees like the parameters (columns), and other leaves.
-        self.nodes, self.treedef_of_nodes = tree.flatten(state, ends)
+        self.nodes, self.treedef_of_nodes = tree.flatten(state, is_node)
         self.columns: list[list[Leaf] | None] = [column_of(x) for x in self.nodes]
         self.new_columns: list[list[Leaf] | None] = [
             None if c is None else list(c) for c in self.columns

@@ -273,8 +273,8 @@ def find_stretches(
         i = matched.active[matched.leaf_positions[k][0] if j is None else j]
         group, start = group_and_start[i]
         if j is None:
-            packed = matched.buffers[0].groups[k][1] is not None
-            param, grad, start = params.tensors[k], grads[k], 0 if packed else start
+            is_packed = matched.buffers[0].groups[k][1] is not None
+            param, grad, start = params.tensors[k], grads[k], 0 if is_packed else start
         else:
             param = local_tensor(params.leaves[j])
             grad = local_tensor(matched.trees[1][i])

@@ -478,9 +478,9 @@ def _is_on_device(matched: Matched) -> bool:
 
 
 def _uniform_view(x: Tensor) -> Tensor:
-    """Returns ``x`` with one dim, as a view of nothing.
+    """Returns ``x`` with one dim, as a tensor that is no view for autograd.
 
-    All arguments of a compiled update then look alike, and one compilation does.
+    All leaves then look alike to the compiler, which compiles an update once for all.
     """
     return x.contiguous().view(-1).detach()
 

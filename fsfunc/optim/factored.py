@@ -141,17 +141,17 @@ class FactoredLeaf:
         self.g = None  # else the fetched gradients of all leaves would be held
 
     def _compute_update(self, out: Tensor, eps1: float | None) -> None:
-        least = torch.finfo(self.p.dtype).eps if eps1 is None else eps1
+        floor = torch.finfo(self.p.dtype).eps if eps1 is None else eps1
         if not self.factored:
-            inverse_root = self.variance.clamp(min=least * least).rsqrt_()
+            inverse_root = self.variance.clamp(min=floor * floor).rsqrt_()
             out.copy_(inverse_root.view(out.shape).mul_(self.g))
             return
-        row_mean = self.row_mean.clamp(min=least)
+        row_mean = self.row_mean.clamp(min=floor)
         boxes = self._cut(self.g.reshape(-1)), self._cut(out.view(-1))
         # u = g / sqrt(max(row col / max(mean_r(row), eps1), eps1^2)), box by box
         for (box, g), (_, u) in zip(*boxes, strict=True):
             torch.mul(_narrow_to(self.row, box), _narrow_to(self.col, box), out=u)
-            u.div_(_narrow_to(row_mean, box)).clamp_(min=least * least).rsqrt_().mul_(g)
+            u.div_(_narrow_to(row_mean, box)).clamp_(min=floor * floor).rsqrt_().mul_(g)
 
     def new_moments(self) -> list[Tensor | None]:
         """Returns the second moments of the next step, where the old ones lie."""

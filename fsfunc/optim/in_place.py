@@ -158,8 +158,8 @@ class Writing:
     def target(self, leaves: list[Leaf], buffers: Buffers) -> Target:
         """Returns other leaves to write, or copies of them; call `targets` first."""
         donation, tensors = self.donation, stored_tensors(buffers)
-        copies = donation is None
-        writable = [False] * len(tensors) if copies else donation.may_write(tensors)
+        copies_all = donation is None
+        writable = [False] * len(tensors) if copies_all else donation.may_write(tensors)
         return self._make_target(leaves, buffers, writable)
 
     def _make_target(

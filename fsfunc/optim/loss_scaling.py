@@ -409,16 +409,20 @@ class _UnitBoundary:
 
     def _watch_in(self, g: Tensor) -> Tensor:
         if self.has_data:
-            finite, before = g.detach().isfinite().all(), self.finite_inputs
-            self.finite_inputs = finite if before is None else before & finite
+            finite, finite_before = g.detach().isfinite().all(), self.finite_inputs
+            self.finite_inputs = (
+                finite if finite_before is None else finite_before & finite
+            )
         return g
 
     def _watch_out(self, g: Tensor) -> Tensor:
         if self.has_data:
             bad, finite_inputs = ~g.detach().isfinite().all(), self.finite_inputs
             bad = bad if finite_inputs is None else bad & finite_inputs
-            before = self.overflowed.get(self.name)
-            self.overflowed[self.name] = bad if before is None else before | bad
+            overflowed_before = self.overflowed.get(self.name)
+            self.overflowed[self.name] = (
+                bad if overflowed_before is None else overflowed_before | bad
+            )
         return g
 
 

@@ -467,11 +467,11 @@ def run_step(
         for i, p in enumerate(flat):
             own_numbers = {k: column[i] for k, column in numbers.items()}
             optimizer.state[p] = {**own_numbers, **by_param[i]}
-    before = _carried_values(optimizer) if expected.is_declared else {}
+    carried_before = _carried_values(optimizer) if expected.is_declared else {}
     optimizer.step()
     new_state: Any = optimizer.state
     if expected.is_declared:
-        _check_carries_nothing(optimizer, before)
+        _check_carries_nothing(optimizer, carried_before)
         for p, param in zip(flat, params, strict=True):
             _check_declared(type(optimizer).__name__, expected, p, new_state[p])
             if not p.is_set_to(target := _flat_view(param.detach())):
@@ -501,15 +501,15 @@ def _fingerprint(x: Leaf) -> tuple[int, int] | str:
 
 
 def _check_carries_nothing(
-    optimizer: torch.optim.Optimizer, before: Mapping[str, list[Any]]
+    optimizer: torch.optim.Optimizer, carried_before: Mapping[str, list[Any]]
 ) -> None:
     """Raises ValueError where a step has left more than states of parameters.
 
     Args:
-        before: the `_carried_values` before the step.
+        carried_before: the `_carried_values` before the step.
     """
     after, params = _carried_values(optimizer), optimizer.param_groups[0]["params"]
-    carried = [k for k, values in after.items() if before.get(k) != values]
+    carried = [k for k, values in after.items() if carried_before.get(k) != values]
     carried += ["state of its own"] * (len(optimizer.state) > len(params))
     if carried:
         raise ValueError(

@@ -172,12 +172,16 @@ class Action:
             raise ScheduleError(
                 f"no action has the kind {self.kind!r}: take one of {', '.join(KINDS)}"
             )
-        wanted = "no peer" if self.is_compute else "a peer, the stage at the other end"
+        needed_peer = (
+            "no peer" if self.is_compute else "a peer, the stage at the other end"
+        )
         is_valid = (
             self.peer is None if self.is_compute else _counts_from_zero(self.peer)
         )
         if not is_valid:
-            raise ScheduleError(f"{self.kind} has {wanted}; got peer={self.peer!r}")
+            raise ScheduleError(
+                f"{self.kind} has {needed_peer}; got peer={self.peer!r}"
+            )
         if not (_counts_from_zero(self.stage) and _counts_from_zero(self.microbatch)):
             raise ScheduleError(
                 f"{self.kind} needs integers from 0 on, got stage={self.stage!r} and "

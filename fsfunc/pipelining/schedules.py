@@ -526,17 +526,19 @@ class _Play(player.Player):
         """
         rank = self.owners[stage]
         room = self.room - self.saved[rank] - 1
-        begun = [
+        begun_counts = [
             len(self.ends["F"][s]) + (s == stage) for s in self.stages_of_rank[rank]
         ]
-        ended = [len(self.ends["W"][s]) for s in self.stages_of_rank[rank]]
-        for m in range(min(ended), max(begun)):
+        ended_counts = [len(self.ends["W"][s]) for s in self.stages_of_rank[rank]]
+        for m in range(min(ended_counts), max(begun_counts)):
             # With room for one microbatch in all stages every later one can end too.
             if room >= self.chunks or room < 0:
                 break
-            if room < sum(n <= m for n in begun):
+            if room < sum(n <= m for n in begun_counts):
                 return False
-            room += sum(a <= m < b for a, b in zip(ended, begun, strict=True))
+            room += sum(
+                a <= m < b for a, b in zip(ended_counts, begun_counts, strict=True)
+            )
         return room >= 0
 
     def _start(self, rank: int, now: float, kind: str, stage: int) -> None:

@@ -164,10 +164,10 @@ def bubble(
             spans[event.rank] += [event.start, event.end]
     # Transfers are left out: they go on beside a rank's computing.
     if by == "makespan":
-        whole = max(max(span) for span in spans if span)
+        whole_time = max(max(span) for span in spans if span)
     else:
-        whole = max(span[-1] - span[0] for span in spans if span)
-    return whole - max(work)
+        whole_time = max(span[-1] - span[0] for span in spans if span)
+    return whole_time - max(work)
 
 
 # The lists of all open clocks: of nested ones each gets every action.

@@ -145,13 +145,13 @@ def _check_complete(
     for stage, rank in enumerate(rank_of):
         for m in range(n_batches):
             kinds = [k for k in parts_of if Action(k, stage, m) in counts]
-            done = sorted(part for kind in kinds for part in parts_of[kind])
-            if done == (all_parts if backwards else ["F"]):
+            parts_done = sorted(part for kind in kinds for part in parts_of[kind])
+            if parts_done == (all_parts if backwards else ["F"]):
                 continue
-            wanted = "F, and B or I and W" if backwards else "F"
+            needed_kinds = "F, and B or I and W" if backwards else "F"
             raise ScheduleError(
-                f"rank {rank}: microbatch {m} of stage {stage} needs {wanted}, each "
-                f"once; it has {', '.join(sorted(kinds)) or 'nothing'}"
+                f"rank {rank}: microbatch {m} of stage {stage} needs {needed_kinds}, "
+                f"each once; it has {', '.join(sorted(kinds)) or 'nothing'}"
             )
 
 
@@ -188,14 +188,14 @@ def _check_updates(schedule: Schedule) -> None:
 def _check_matched(schedule: Schedule, dependencies: Dependencies) -> None:
     rank_of = dependencies.rank_of
     sends = {send for row in schedule for a in row for send in dependencies.sends(a)}
-    wanted = sends | {other_end(send) for send in sends}
+    needed = sends | {other_end(send) for send in sends}
     present = {action for row in schedule for action in row if not action.is_compute}
-    for action in sorted(wanted - present):
+    for action in sorted(needed - present):
         raise ScheduleError(
             f"rank {rank_of[action.stage]} has no {action}; the stages "
             f"{action.stage} and {action.peer} are joined by an edge"
         )
-    for action in sorted(present - wanted):
+    for action in sorted(present - needed):
         raise ScheduleError(
             f"rank {rank_of[action.stage]}: {action} has no place: no edge between "
             "two ranks carries it"
@@ -225,15 +225,15 @@ def _check_order(schedule: Schedule, dependencies: Dependencies) -> None:
         local_actions = {
             name: action for action in row for name in name_results(action)
         }
-        done: set[Action] = set()
+        done_actions: set[Action] = set()
         for action in row:
             for need in dependencies.needs(action):
-                if need in local_actions and need not in done:
+                if need in local_actions and need not in done_actions:
                     raise ScheduleError(
                         f"rank {rank}: {action} comes before {local_actions[need]}, "
                         "which it needs"
                     )
-            done.update(name_results(action))
+            done_actions.update(name_results(action))
 
 
 def _check_ended(schedule: Schedule, run: ScheduleRun) -> None:

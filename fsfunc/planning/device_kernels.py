@@ -220,8 +220,8 @@ def fuses(func: _torch.OpOverload, op: Op) -> bool:
 @functools.cache
 def _is_composed(func: _torch.OpOverload) -> bool:
     tags = {torch.Tag.pointwise, torch.Tag.reduction}
-    named = func.overloadpacket in _COMPOSED or "rms_norm" in str(func)
-    return named or bool(tags.intersection(func.tags))
+    is_named = func.overloadpacket in _COMPOSED or "rms_norm" in str(func)
+    return is_named or bool(tags.intersection(func.tags))
 
 
 class _Fused:
@@ -248,8 +248,8 @@ class _Fused:
 
     def merged(self) -> Op:
         """Returns the kernel as one operator."""
-        written = sum(self.made_bytes[number] for number in self.read_elsewhere)
-        return self.op._replace(bytes=sum(self.read_bytes.values()) + written)
+        written_bytes = sum(self.made_bytes[number] for number in self.read_elsewhere)
+        return self.op._replace(bytes=sum(self.read_bytes.values()) + written_bytes)
 
 
 class FusedChains:

@@ -242,15 +242,16 @@ class Observer(Tracer, OperatorMode):
         library does under a unit's name, such as a cast, is not compiled.
         """
         in_unit, node = bool(self._units), _torch.current_node()
-        # Neighbours are fused within one unit call, whose backward is one too: calls
-        # are told apart by the range of nodes that they made.
-        call_number = len(self._first_nodes)
+        # Neighbours are fused within one unit call; its backward counts as one too.
+        # Calls are told apart by the range of autograd nodes that they made: one range
+        # begins where a unit is entered, and the next where it is left.
+        node_range = len(self._first_nodes)
         if node is not None and not in_unit:
-            call_number = bisect_right(self._first_nodes, _torch.sequence_number(node))
+            node_range = bisect_right(self._first_nodes, _torch.sequence_number(node))
         in_unit = in_unit or not current_label()[0]
         can_fuse = in_unit and where[0] in self.compiled and fuses(func, op)
         reads, writes = self._sizes_by_storage(inputs), self._sizes_by_storage(outputs)
-        return self.chains.add(op, (*where, call_number), reads, writes, can_fuse)
+        return self.chains.add(op, (*where, node_range), reads, writes, can_fuse)
 
     def _sizes_by_storage(self, tensors: list[Tensor]) -> dict[int, int]:
         """Returns the bytes of tensors, by the number of their storage."""

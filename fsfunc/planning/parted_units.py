@@ -99,8 +99,8 @@ class PartedUnits:
         try:
             # A unit of a module says itself which function of it is compiled.
             if key not in self._plain_functions:
-                whole = compiled_by is None
-                plain = call.unit.fn if whole else compiled_by(lambda fn: fn)
+                compiles_whole = compiled_by is None
+                plain = call.unit.fn if compiles_whole else compiled_by(lambda fn: fn)
                 self._plain_functions[key] = plain
             parted = _Parted(self._plain_functions[key], share, leaves, treedef)
             with (
@@ -219,8 +219,8 @@ class _Parted:
         params, inputs, keywords = tree.unflatten(treedef, leaves)
         values, outdef = tree.flatten(fn(params, *inputs, **keywords))
         output_tensors = [x for x in values if isinstance(x, Tensor)]
-        others = [None if isinstance(x, Tensor) else (x,) for x in values]
-        self.output_structure = outdef, others
+        non_tensors = [None if isinstance(x, Tensor) else (x,) for x in values]
+        self.output_structure = outdef, non_tensors
         return output_tensors
 
     def __call__(self, params: PyTree, *inputs: PyTree, **keywords: PyTree) -> PyTree:

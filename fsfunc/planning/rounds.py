@@ -308,11 +308,11 @@ class Rounds:
                 number - getattr(section, counted),
             )
 
-        others = set(book.storage_numbers.facts.values())
-        others = others.difference(
+        other_numbers = set(book.storage_numbers.facts.values())
+        other_numbers = other_numbers.difference(
             carried_numbers, map(book.storage_numbers.get, done.lasting)
         )
-        live_names = [name(number, "storages") for number in others]
+        live_names = [name(number, "storages") for number in other_numbers]
         live_names += [name(move.number, "transfers") for move in self.link.under_way()]
         return _Mark(
             (

@@ -416,8 +416,10 @@ class _PlanRun(Player):
                 "mesh, which looks at every distinct rank"
             )
         mesh = self.plan.mesh
-        begin, end = mesh.coordinates(source), mesh.coordinates(target)
-        offset = tuple((end[a] - begin[a]) % size for a, size in mesh.axes.items())
+        place, target_place = mesh.coordinates(source), mesh.coordinates(target)
+        offset = tuple(
+            (target_place[a] - place[a]) % size for a, size in mesh.axes.items()
+        )
         key = (sender.rank, receiver.rank, offset)
         if key not in self.streams:
             parties = (Party(sender.rank, "sent"), Party(receiver.rank, "asked for"))

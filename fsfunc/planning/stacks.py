@@ -212,8 +212,8 @@ class Stack:
             lines.append(f"# its state: {state}")
         local_batch = f"ff.local_batch(batch, mesh, {_value(self.row_axes)})"
         batch = local_batch if self.row_axes else "batch"
-        others = {a: d for a, d in self.dims.items() if d and a in self.batch_axes}
-        batch += "".join(f', its dim {d} cut over "{a}"' for a, d in others.items())
+        other_dims = {a: d for a, d in self.dims.items() if d and a in self.batch_axes}
+        batch += "".join(f', its dim {d} cut over "{a}"' for a, d in other_dims.items())
         if self.batch_axes:
             lines.append(f"# a rank's batch: {batch}")
         return "\n".join(lines)

@@ -74,6 +74,10 @@ class Trials:
     """The stacks tried so far, on one loss and one batch.
 
     Attributes:
+        memory: the bytes that a rank may hold.
+        bounded: the hardware, with this memory.
+        lone_mesh: a mesh of one rank, with the axes that the loss requires.
+        rows: of the batch.
         params, moments: bytes of all of them, whole.
         activations: by what decides them beside rows (`_computes`), pairs (rows of a
             part, bytes of activations) of each plan.

@@ -77,10 +77,12 @@ def _count_repeats(lines: Sequence[_Line], i: int, period: int) -> int:
         start = i + period * (times - 1)
         steps: list[tuple[int, ...]] = []  # by which the numbers of each line grow
         for k in range(start, start + period):
-            (text, before), (other, after) = lines[k], lines[k + period]
+            (text, numbers), (other, later_numbers) = lines[k], lines[k + period]
             if text != other:
                 return times
-            steps.append(tuple(y - x for x, y in zip(before, after, strict=True)))
+            steps.append(
+                tuple(y - x for x, y in zip(numbers, later_numbers, strict=True))
+            )
         if first_steps is None:
             first_steps = steps
         if steps != first_steps or any(step < 0 for row in steps for step in row):

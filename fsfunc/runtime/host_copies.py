@@ -114,8 +114,8 @@ class CUDA:
         # An error is of an earlier kernel, and is raised where its results are read.
         with suppress(RuntimeError), torch.cuda.device(device):
             self.synchronize(device)
-            cuda: Any = torch.cuda.cudart()
-            cuda.cudaHostUnregister(address)
+            cudart: Any = torch.cuda.cudart()
+            cudart.cudaHostUnregister(address)
 
     def synchronize(self, device: torch.device) -> None:
         """Waits until all work of the device is over, in any stream."""

@@ -126,14 +126,14 @@ class Store:
 
     def _check_new(self, x: Any, count: int, dtype: torch.dtype) -> None:
         """Raises if a user's ``allocate`` returned something else than new memory."""
-        returned, asked = _describe(x), f"{dtype}[{count}]"
+        returned, expected = _describe(x), f"{dtype}[{count}]"
         if isinstance(x, Tensor) and x.dtype == dtype and x.shape == (count,):
             is_odd = x.requires_grad or x.is_inference() or not x.is_contiguous()
             if _SPACES.get(x) is None and not (x.storage_offset() or is_odd):
                 return
             returned = f"{returned} that is a part of other memory, or in use"
         raise TypeError(
-            f"allocate of {type(self).__name__} is asked for {asked}, in memory of "
+            f"allocate of {type(self).__name__} is asked for {expected}, in memory of "
             f"their own from its start, and returned {returned}"
         )
 

@@ -168,9 +168,9 @@ def draw(fill: Fill, stream: Stream, x: Tensor, start: int, size: int) -> None:
             fill(target, generator)
             continue
         # A block at an end of the range is drawn whole: of a part the numbers differ.
-        whole = torch.empty(end - first, dtype=x.dtype, device=x.device)
-        fill(whole, generator)
-        target.copy_(whole[low - first : high - first])
+        whole_block = torch.empty(end - first, dtype=x.dtype, device=x.device)
+        fill(whole_block, generator)
+        target.copy_(whole_block[low - first : high - first])
 
 
 def draw_seeded(

@@ -49,10 +49,10 @@ def advise(x: Tensor, advice: int) -> None:
     madvise = _madvise()
     if madvise is None or x.device.type != "cpu" or not x.is_contiguous():
         return
-    first = -(-x.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
-    size = (x.data_ptr() + x.nbytes) // mmap.PAGESIZE * mmap.PAGESIZE - first
+    first_address = -(-x.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
+    size = (x.data_ptr() + x.nbytes) // mmap.PAGESIZE * mmap.PAGESIZE - first_address
     if size > 0:
-        madvise(ctypes.c_void_p(first), ctypes.c_size_t(size), advice)
+        madvise(ctypes.c_void_p(first_address), ctypes.c_size_t(size), advice)
 
 
 class HostMemory(Store):

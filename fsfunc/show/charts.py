@@ -59,8 +59,8 @@ def computing() -> dict[str, Look]:
     return _by_title(forward, _RECOMPUTE, *others)
 
 
-# A wait between two actions of a rank looks other than the time before its first one:
-# zero bubble schedules have none of the former, and still the latter.
+# The time before a rank's first action and after its last one has a look of its own:
+# zero bubble schedules have such times, but no waits between two actions of a rank.
 WAITS = Look("waits for another rank", "░", "#c9cdd6")
 STALL = Look("waits for a transfer", "▒", "#f0bcc3")
 OUTSIDE = Look("not begun, or done", "·", "#f1f3f6")
@@ -208,9 +208,11 @@ def ticks(
     """
     steps: list[float] = []
     for limit in limits:
-        least = (end - start) / limit
-        power = 10.0 ** math.floor(math.log10(least))
-        round_steps = [m * power for m in (1, 2, 5, 10) if m * power >= least * 0.999]
+        least_step = (end - start) / limit
+        power = 10.0 ** math.floor(math.log10(least_step))
+        round_steps = [
+            m * power for m in (1, 2, 5, 10) if m * power >= least_step * 0.999
+        ]
         # A finer step must divide the coarser one: 2 is no step below 5.
         ratios = [steps[-1] / s for s in round_steps] if steps else [1.0]
         fits = [s for s, n in zip(round_steps, ratios, strict=False) if _is_whole(n)]

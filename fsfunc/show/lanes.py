@@ -433,10 +433,10 @@ def cells(lane: Lane, grid: Columns, columns: int) -> list[Cell]:
 
 def ruler(grid: Columns, first: int, last: int, makespan: float) -> str:
     """Returns the line of times above the columns ``first`` to ``last``."""
-    least = max(_TICK_WIDTH, len(format_number(makespan)) + 2) / grid.rate
-    power = 10.0 ** math.floor(math.log10(least))
+    least_step = max(_TICK_WIDTH, len(format_number(makespan)) + 2) / grid.rate
+    power = 10.0 ** math.floor(math.log10(least_step))
     steps = (m * power for m in (1, 2, 2.5, 5, 10))
-    step = next(step for step in steps if step >= least * (1 - 1e-9))
+    step = next(step for step in steps if step >= least_step * (1 - 1e-9))
     line = ""
     for tick in range(int(last / grid.rate / step) + 2):
         column = grid.column(tick * step)

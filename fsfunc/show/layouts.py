@@ -92,10 +92,10 @@ class Grid:
             if row is outside:
                 return
             cells = [(f"{sides[i].rjust(margin - 1)} ", "")]
-            for before, key in pairwise(row):
+            for left_key, key in pairwise(row):
                 if key is None:
                     break
-                is_same = before == key
+                is_same = left_key == key
                 cells.append((" ", styles[key]) if is_same else ("│", ""))
                 cells.append((texts[key].center(width), styles[key]))
             cells.append(("│", ""))

@@ -328,7 +328,8 @@ def stack(sizes: BytesByKind, kinds: list[str], top: int) -> list[str]:
     lines, total = list[str](), 0
     for kind in kinds:
         total += sizes[KINDS.index(kind)]
-        # The sums are rounded, not the sizes: so the column is as high as all of it.
+        # Rounded are the running sums, not the sizes: rounded sizes would not add up to
+        # the height of the whole.
         lines += [kind] * (round(ROWS * total / top) - len(lines))
     return lines
 

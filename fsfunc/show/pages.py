@@ -94,10 +94,12 @@ class Sheet:
             rules.append(f".{name} {{ background: {color}; color: {ink} }}")
         # A label is shown in bars that have room for it, and none for the longer one.
         for letters, longer in sorted(self.label_sizes):
-            least = f"(min-width: {_pixels(letters)}px)"
-            most = f" and (max-width: {_pixels(longer) - 0.01:.2f}px)" if longer else ""
+            at_least = f"(min-width: {_pixels(letters)}px)"
+            at_most = (
+                f" and (max-width: {_pixels(longer) - 0.01:.2f}px)" if longer else ""
+            )
             rule = f".lane .w{letters}-{longer} {{ display: inline }}"
-            rules.append(f"@container {least}{most} {{ {rule} }}")
+            rules.append(f"@container {at_least}{at_most} {{ {rule} }}")
         for level, width in enumerate(_TICKS):
             rule = f".axis .t{level} {{ display: inline }}"
             rules.append(f"@container (min-width: {width}px) {{ {rule} }}")
@@ -326,13 +328,13 @@ def _over_time(
         for rank_plan in plan.ranks
         if rank_plan.peak_bytes
     }
-    timed = chart is not None
+    is_timed = chart is not None
     end = max((c.curve.length for c in memory_charts.values()), default=0.0)
     start, end = (chart.start, chart.end) if chart is not None else (0.0, end)
     format_value = chart.format_time if chart is not None else lambda n: f"{n:.0f}"
     sheet = Sheet(start, end, format_value)
-    page = [f"<h2>over {'time' if timed else 'operators'}</h2>"]
-    if not timed and not memory_charts:
+    page = [f"<h2>over {'time' if is_timed else 'operators'}</h2>"]
+    if not is_timed and not memory_charts:
         return [], sheet.style()
     page += [_ZOOM, *([legend_html(chart.looks())] if chart is not None else [])]
     kinds = {kind for c in memory_charts.values() for kind in c.kinds}
@@ -399,22 +401,22 @@ def _layouts(plan: Plan) -> Iterator[str]:
 
 def _leaf(plan: Plan, names: list[str], leaves: list[PlannedLeaf]) -> Iterator[str]:
     """Yields equal leaves: their layouts, and who holds the parts of the first."""
-    first = leaves[0].layout
-    assert first is not None, "the caller leaves out leaves without a layout"
+    layout = leaves[0].layout
+    assert layout is not None, "the caller leaves out leaves without a layout"
     keyed = [
         (name, in_words(leaf.layout), name)
         for name, leaf in zip(names, leaves, strict=True)
         if leaf.layout is not None
     ]
-    layouts = {name: layout for name, layout, _ in keyed}
+    layouts = {name: words for name, words, _ in keyed}
     groups = [group_names for group_names, _ in group_alike(keyed)]
-    yield f"{text(name_group(names))}: {describe_tensor(first.shape, first.dtype)}"
+    yield f"{text(name_group(names))}: {describe_tensor(layout.shape, layout.dtype)}"
     for group_names in groups:
         prefix = f"{name_group(group_names)}: " if len(groups) > 1 else ""
         yield f"<br/>{text(prefix + layouts[group_names[0]])}"
     if len(groups) > 1:
         yield f'<br/><span class="faint">the ranks of {text(names[0])}:</span>'
-    yield from _grid(LeafPicture(first, plan.mesh, None, grid_of(first)))
+    yield from _grid(LeafPicture(layout, plan.mesh, None, grid_of(layout)))
 
 
 def _grid(picture: LeafPicture) -> Iterator[str]:

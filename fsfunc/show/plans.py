@@ -71,15 +71,15 @@ def plan(plan: Plan, rank: int | None = None) -> Report:
 def _totals(plan: Plan, rank_plan: RankPlan, rank: int | None) -> str:
     """Returns the ranks of a program, and its figures in one line."""
     shown = rank_plan.rank if rank is None else rank
-    first = f"rank {shown} of {of_axes(plan.mesh.axes) or 'one'}"
+    ranks_text = f"rank {shown} of {of_axes(plan.mesh.axes) or 'one'}"
     if rank_plan.alike > 1:
-        first += f" and {rank_plan.alike - 1} more that run the same program"
+        ranks_text += f" and {rank_plan.alike - 1} more that run the same program"
     phases = [(p, rank_plan.flops(phase=p)) for p in _phases(rank_plan)]
     by_phase = ", ".join(f"{p} {of_count(n)}" for p, n in phases if n)
     by_phase = f" ({by_phase})" if by_phase else ""
     sent = _sent(rank_plan) or "0 B sent"
     peak = f"at most {of_bytes(rank_plan.peak_bytes)} held"
-    return f"{first}\n{of_flops(rank_plan.flops())}{by_phase}, {sent}, {peak}"
+    return f"{ranks_text}\n{of_flops(rank_plan.flops())}{by_phase}, {sent}, {peak}"
 
 
 def _sent(rank_plan: RankPlan) -> str:

@@ -219,8 +219,8 @@ def timeline(
     ran = [event for event in check_events(measured) if event.action.is_compute]
     _check_run(rows, ran)
     planned = simulate(rows, _costs_of(ran) if costs is None else costs, edges=edges)
-    both = _timeline_of(planned, len(rows)), _timeline_of(ran, len(rows))
-    return _merge_timelines(*both).saved(path)
+    timelines = _timeline_of(planned, len(rows)), _timeline_of(ran, len(rows))
+    return _merge_timelines(*timelines).saved(path)
 
 
 def _check_run(schedule: Schedule, events: Sequence[TimedAction]) -> None:
@@ -314,12 +314,12 @@ def _timeline_of(
             )
             for event in row
         )
-        for before, span in pairwise(spans):
-            if span.start < before.end - NOISE * makespan:
+        for previous, span in pairwise(spans):
+            if span.start < previous.end - NOISE * makespan:
                 raise ValueError(
                     f"rank {rank}: {span.name} starts at {span.start:.6g}, "
-                    f"before {before.name} ends at {before.end:.6g}: a rank computes "
-                    "one action at a time"
+                    f"before {previous.name} ends at {previous.end:.6g}: a rank "
+                    "computes one action at a time"
                 )
         lanes.append(Lane(rank, COMPUTE, spans).with_gaps(0.0, makespan, WAITS))
     if not any(lane.busy for lane in lanes):

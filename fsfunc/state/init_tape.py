@@ -218,9 +218,9 @@ class InitTape(_torch.OperatorMode):
         needed: set[int] = set()
         todo = [(storage, len(self.ops))]
         while todo:
-            number, before = todo.pop()
+            number, before_op = todo.pop()
             writers = self.storages[number].writers
-            i = bisect_left(writers, before)
+            i = bisect_left(writers, before_op)
             if i and (k := writers[i - 1]) not in needed:
                 needed.add(k)
                 op = self.ops[k]
@@ -411,8 +411,10 @@ class Replay:
             # A whole block is computed in `out` itself. Not of an offloaded leaf, whose
             # bits too are the device's; nor of a real tensor, as elements of it that
             # nobody writes have their values elsewhere.
-            fits = part.dtype == target.dtype and part.device.type == target.device.type
-            if fits and target.real is None and (start, stop) == (first, end):
+            is_like_target = (
+                part.dtype == target.dtype and part.device.type == target.device.type
+            )
+            if is_like_target and target.real is None and (start, stop) == (first, end):
                 memory.values[storage] = part
             for op in ops:
                 if op.span is not None:

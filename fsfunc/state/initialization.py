@@ -319,13 +319,13 @@ def _first_state(optimizer: Any, extra: PyTree | Callable[..., Any]) -> _FirstSt
     return _FirstState(optimizer, {} if extra is None else extra)
 
 
-def _make_state(request: LayoutRequest, first: _FirstState) -> PyTree:
+def _make_state(request: LayoutRequest, first_state: _FirstState) -> PyTree:
     """Makes the first state, under the transforms of ``request.fn``.
 
     Args:
         request: its ``t`` may be a function that makes the parameters; its ``source``
             says what is wanted of leaves that are given: values, or shapes.
-        first: makes the state of laid out parameters.
+        first_state: makes the state of laid out parameters.
     """
     step, params, source = request.fn, request.t, request.source
     handlers: Any = getattr(step, "interpretations", ())
@@ -344,17 +344,17 @@ def _make_state(request: LayoutRequest, first: _FirstState) -> PyTree:
 
         # The step is recorded from the state that it begins with. Where there is a tree
         # beside the parameters, leaves and rules have the paths that they have in both.
-        extra, begin = first.extra, first
+        extra, begin = first_state.extra, first_state
         has_extra = bool(tree.leaves(extra, is_leaf=is_sharded))
         for sharding in [h for h in handlers if isinstance(h, Sharding)]:
-            if first.is_users:
+            if first_state.is_users:
                 begin = transformed(begin, sharding)  # whose laws hold for what it does
 
         def run(whole: PyTree, *batch: PyTree) -> PyTree:
             return step(begin(*(whole if has_extra else (whole, extra))), *batch)
 
         def optimizer_lines() -> Lines:
-            optimizer = known_optimizer(first.optimizer)
+            optimizer = known_optimizer(first_state.optimizer)
             asked = ask_schedules_and_masks(params)
             return describe_lines("optimizer", optimizer, asked)
 
@@ -387,7 +387,7 @@ def _make_state(request: LayoutRequest, first: _FirstState) -> PyTree:
                 request, fn=run, t=_Whole(params, extra) if has_extra else params,
                 source=source, layouts=splits, like=like, rank_local=rank_local,
                 more_lines=optimizer_lines, makes_first_state=True,
-                called=(step, first.optimizer, first.make_extra),
+                called=(step, first_state.optimizer, first_state.make_extra),
             ),
             agreement,
         )  # fmt: skip
@@ -397,10 +397,10 @@ def _make_state(request: LayoutRequest, first: _FirstState) -> PyTree:
         laid, extra = laid if has_extra else (laid, extra)
         store = stores_of(step).moments
         with moments_go_to(store):
-            state = first(laid, extra)
-        state = _copy_shared(state, (laid, extra), first.is_users, source, store)
+            state = first_state(laid, extra)
+        state = _copy_shared(state, (laid, extra), first_state.is_users, source, store)
         state = lay_leaves(state, rank_local_leaves(step, state, own_rules))
-        if first.is_users:
+        if first_state.is_users:
             agreement.compare_made(state)
         for transform in handlers:
             state = transform.first_state(state)

@@ -87,12 +87,12 @@ class GroupLayout:
         """
         plan, leaves = self._plan(), self.leaves
         like, whole = leaves_like(patterns, leaves), dict(leaves)
-        taken = _groups_taken(plan.groups, self.recorder, like)
-        for placed in taken:
+        taken_groups = _groups_taken(plan.groups, self.recorder, like)
+        for placed in taken_groups:
             self._lay(placed, plan)
         # An optimizer makes its state of laid out parameters: so these came first.
         moments = moments_like(applied, leaves)
-        for placed in _groups_like(taken, {**moments, **like}, whole):
+        for placed in _groups_like(taken_groups, {**moments, **like}, whole):
             self._lay(placed, plan)
 
     def _plan(self) -> _Plan:
@@ -234,8 +234,10 @@ def _groups_taken(
     Args:
         like: by path of a leaf, the path of the one whose layout it is to have.
     """
-    taken = {p for t in recorder.unit_calls for p in t.leaves}
-    chosen = [g for g in groups if not (taken and taken.isdisjoint(g.paths))]
+    paths_taken = {p for t in recorder.unit_calls for p in t.leaves}
+    chosen = [
+        g for g in groups if not (paths_taken and paths_taken.isdisjoint(g.paths))
+    ]
     placed = []
     for g in chosen:
         originals = {p: p for p in g.paths if p not in like}

@@ -329,10 +329,10 @@ def _warn_of_whole(sharding: Sharding, leaves: Collection[Any], at: Here) -> Non
     """Warns where a step that is to have its state in parts has all of it whole."""
     if at.rank or not sharding.zero or at.mesh.axis_size(sharding.options.axis) == 1:
         return
-    whole = [x for x in leaves if isinstance(x, Tensor) and differentiable(x)]
-    if whole and not any(map(is_sharded, leaves)):
-        size = sum(x.nbytes for x in whole)
-        subject = "leaf" if len(whole) == 1 else f"{len(whole)} leaves"
+    whole_leaves = [x for x in leaves if isinstance(x, Tensor) and differentiable(x)]
+    if whole_leaves and not any(map(is_sharded, leaves)):
+        size = sum(x.nbytes for x in whole_leaves)
+        subject = "leaf" if len(whole_leaves) == 1 else f"{len(whole_leaves)} leaves"
         warn(_WHOLE.format(sharding.zero, size, subject))
 
 
@@ -426,10 +426,10 @@ def _recorded(
     if key not in notes or is_last and rank_here.link.moves_data:
         recorder, applied = record()
         if key in notes:
-            first, _, first_called = notes[key]
-            is_one = not (recorder.axes or first.axes or any_mutable(kinds))
+            first_recorder, _, first_called = notes[key]
+            is_one = not (recorder.axes or first_recorder.axes or any_mutable(kinds))
             is_one = is_one and same_functions(called, first_called)
-            recorder.steadiness.compare_with_rank(first.steadiness, is_one)
+            recorder.steadiness.compare_with_rank(first_recorder.steadiness, is_one)
         if set(recorder.handlers) != set(laying) or is_last:
             return recorder, applied
         recorder = replace(recorder, handlers=laying)

@@ -144,8 +144,8 @@ tree.register_node(
 
 def known_optimizer(optimizer: Any) -> Any:
     """Returns what ranks compare of an optimizer; of a foreign one, its class."""
-    ours = isinstance(optimizer, Optimizer) or not hasattr(optimizer, "init")
-    return optimizer if ours else type(optimizer)
+    is_ours = isinstance(optimizer, Optimizer) or not hasattr(optimizer, "init")
+    return optimizer if is_ours else type(optimizer)
 
 
 def _check_fit(params: PyTree, grads: PyTree) -> None:

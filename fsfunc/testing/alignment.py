@@ -182,7 +182,7 @@ class _AlignedParts:
         """Finds which of their parts are wrong, if our value is a single one."""
         if len(self.ours) > 1 or len(ours := [*self._candidates(self.ours)]) != 1:
             return Verdict(False if shapes_fit else None)
-        whole = ours[0][1]
+        our_value = ours[0][1]
         rank_values = [
             (part, rank, x)
             for part, by_rank in zip(parts, self.theirs, strict=True)
@@ -193,11 +193,11 @@ class _AlignedParts:
             for by_rank in self.theirs
             for x in by_rank.values()
         )
-        if all(x.shape == whole.shape for *_, x in rank_values):
+        if all(x.shape == our_value.shape for *_, x in rank_values):
             wrong = [
                 (part, rank)
                 for part, rank, x in rank_values
-                if not self.is_near(whole, x)
+                if not self.is_near(our_value, x)
             ]
             some_right = len(wrong) < len(rank_values)
             if (
@@ -217,9 +217,9 @@ class _AlignedParts:
         shapes = [next(iter(v.values())).shape for v in self.theirs]
         if not shapes_fit or ranks_differ or not all(len(n) for n in shapes):
             return Verdict(None)
-        if sum(n[0] for n in shapes) != len(whole):
+        if sum(n[0] for n in shapes) != len(our_value):
             return Verdict(None)
-        rows = dict(zip(parts, whole.split([n[0] for n in shapes]), strict=True))
+        rows = dict(zip(parts, our_value.split([n[0] for n in shapes]), strict=True))
         wrong = [
             (part, rank)
             for part, rank, x in rank_values

@@ -131,10 +131,10 @@ class LogComparison:
             unmatched=self._describe_unmatched(returned.call),
         )
 
-    def _describe_unmatched(self, last: int) -> str:
+    def _describe_unmatched(self, last_call: int) -> str:
         """Returns a sentence on the first unit call that only one step makes, or ""."""
         first, second = (
-            {run for run in log.unit_runs if run.call <= last}
+            {run for run in log.unit_runs if run.call <= last_call}
             for log in (self.ours, self.theirs)
         )
         if not first ^ second:
@@ -242,11 +242,11 @@ class LogComparison:
             if x.shape == y.shape
         ):
             return Verdict(), place
-        first = next(iter(our_results.values()))
+        our_first = next(iter(our_results.values()))
         wrong = [
             rank
             for rank, y in their_results.items()
-            if y.shape == first.shape and not is_near(first, y)
+            if y.shape == our_first.shape and not is_near(our_first, y)
         ]
         if len(wrong) == 1 < len(their_results):
             place = replace(place, rank=wrong[0])

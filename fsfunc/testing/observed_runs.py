@@ -182,10 +182,11 @@ class RunLog:
         return self.mesh.coordinate(self.axes, rank), self.mesh.axis_size(self.axes)
 
     def contribution(self, key: ValueKey, observed: ObservedValue) -> Tensor:
-        """Returns a cotangent as its part of the mean loss's; other values unchanged.
+        """Returns what a cotangent adds to the mean loss's; other values unchanged.
 
-        A part's backward starts from any number, such as a loss's scale, and its loss
-        is one of several that are averaged: both are divided out.
+        The cotangent is divided by the number from which the part's backward started,
+        such as the scale of a loss. It is also divided by the number of losses of which
+        the step takes the mean, unless these are ``Weighted``.
         """
         if not key.is_cotangent:
             return observed.value
@@ -451,11 +452,11 @@ class _ObservedRun:
         microbatch = row_major(f.micro), count
         self.part = BatchPart(index, rows_index[1] * count, microbatch)
         log.averages_ranks = log.averages_ranks or bool(f.batch_places)
-        ranks = (
+        rank_count = (
             math.prod(n for _, n in f.batch_places) if f.batch_places else rows_index[1]
         )
         # The step's loss is the mean of as many losses: see ``RunLog.contribution``.
-        self.cotangent_scale = ranks * count, position.cotangent
+        self.cotangent_scale = rank_count * count, position.cotangent
         place = position.call, position.segment, *numbers_and_path
         repeat_key = (*place, self.part, self.is_recompute, around)
         run = UnitRun(*place[:2], position.times[repeat_key], *place[2:])

@@ -237,7 +237,7 @@ class Comparison:
             self.step, self.transformed, meshes, self.caller, axes, budget
         )
         try:
-            first = search.find(state, batch)
+            difference = search.find(state, batch)
         except Exception as error:  # the difference it would explain is to be raised
             message = str(error).partition("\n")[0]
             if budget.is_exceeded:
@@ -247,9 +247,11 @@ class Comparison:
                     "ff.testing.first_difference keeps all, or give a smaller model"
                 ]
             return [f"where they part is not told: {type(error).__name__}: {message}"]
-        if first is None:
+        if difference is None:
             return ["no value inside differs by more than rounding does"]
-        return [f"the first value that differs: {first}"] if first.seen else []
+        return (
+            [f"the first value that differs: {difference}"] if difference.seen else []
+        )
 
 
 @dataclass(frozen=True)

@@ -170,9 +170,9 @@ class StepPair:
         returned = comparison.first_returned()
         if returned is None:
             return None
-        first = comparison.first(returned)
+        difference = comparison.first(returned)
         torch.set_rng_state(generator_state)
-        return first
+        return difference
 
     def _observe(
         self,

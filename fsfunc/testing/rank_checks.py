@@ -213,10 +213,10 @@ def _describe_difference(name: str, x: Leaf, ranks: RankGroup) -> str:
     values_of_ranks = bits.view(flat.dtype)
     bits = bits.view(ranks.size, flat.numel(), -1)
     differs = (bits != bits[:1]).any(-1).any(0)
-    first = int(differs.int().argmax())
-    index = index_of_element(first, x.shape)
+    first_unlike = int(differs.int().argmax())
+    index = index_of_element(first_unlike, x.shape)
     lines = [
-        f"  at {index} rank {rank} has {row[first].item()!r}"
+        f"  at {index} rank {rank} has {row[first_unlike].item()!r}"
         for rank, row in zip(ranks.ranks, values_of_ranks, strict=True)
     ]
     omitted = [f"  and {len(lines) - _SHOWN} more ranks"] if len(lines) > _SHOWN else []

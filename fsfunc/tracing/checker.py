@@ -427,11 +427,11 @@ class Checker(Tracer, Watcher, TypedOperators):
 
     def _tangents(self, tensors: Iterable[Tensor]) -> list[Tensor]:
         """Returns the tangents of tensors, without typing the operators that do so."""
-        self._paused, before = True, self._paused
+        self._paused, was_paused = True, self._paused
         try:
             return [t for x in tensors for t in _torch.tangents_of(x)]
         finally:
-            self._paused = before
+            self._paused = was_paused
 
     # Derivatives
 

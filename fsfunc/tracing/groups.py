@@ -372,8 +372,10 @@ class Findings:
             ):
                 continue
             name = "/".join(call.path) + "/"
-            wanted = [buffer_of[p] for p in call.leaves if p in buffer_of]
-            gathered = [b for b in wanted if not b.partition(":")[0].startswith(name)]
+            call_buffers = [buffer_of[p] for p in call.leaves if p in buffer_of]
+            gathered = [
+                b for b in call_buffers if not b.partition(":")[0].startswith(name)
+            ]
             if gathered:
                 order.append(tuple(dict.fromkeys(gathered)))
         return order
@@ -432,8 +434,8 @@ def _merge_small(
     for (numbers, unit, dtype, trained, owner, axes, compute), paths in ordered:
         nbytes = sum(layouts[p].nbytes for p in paths)
         is_one_call = len(numbers) == 1
-        around = numbers[0][:-1] if is_one_call else None
-        kind = (around, unit[:-1], dtype, trained, owner, compute, axes)
+        outer_numbers = numbers[0][:-1] if is_one_call else None
+        kind = (outer_numbers, unit[:-1], dtype, trained, owner, compute, axes)
         key = kind if is_one_call else None
         is_small = is_one_call and nbytes < min_bytes
         index, size = growing.get(key, (0, min_bytes))

@@ -170,13 +170,13 @@ class FactTable:
             else provenance._replace(rows=provenance.rows | {rows})
         )
 
-    def weighed_rows(self, x: Tensor, by: Tensor) -> Provenance:
-        """Returns the provenance of rows of ``x`` that constant ``by`` weighs.
+    def weighed_rows(self, x: Tensor, weights: Tensor) -> Provenance:
+        """Returns the provenance of rows of ``x`` that constant ``weights`` weigh.
 
         A mask, or a row of the identity, chooses rows by a product.
         """
         rows = Rows(
-            self.value_key(x), self.of(x).title, ("weighed", self.value_key(by))
+            self.value_key(x), self.of(x).title, ("weighed", self.value_key(weights))
         )
         return Provenance(frozenset((rows,)))
 
@@ -246,8 +246,8 @@ class FactTable:
     def add_argument(self, x: Tensor, facts: TensorFacts) -> None:
         """Notes the facts about an argument of the step.
 
-        Of memory that several leaves share, the first one's stay; it is flat if one of
-        the leaves has several dims.
+        Where several leaves share memory, the facts of the first one stay. They say
+        ``flat`` if they do of any of these leaves.
         """
         before = self.find(x)
         if before is None or before.kind is Kind.K:

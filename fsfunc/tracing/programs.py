@@ -196,7 +196,7 @@ class Glue:
         op: torch's name for it.
         text: the arguments, as the listing shows them.
         outputs: the names of what it returned, or wrote.
-        before: the number of the next unit call.
+        next_call: the number of the next unit call.
         grad: whether gradients were recorded.
         line: ``file:line`` in the loss.
     """
@@ -204,7 +204,7 @@ class Glue:
     op: str
     text: str
     outputs: tuple[str, ...]
-    before: int
+    next_call: int
     grad: bool
     line: str
 
@@ -252,7 +252,7 @@ class Program:
         glue = list(self.glue)
         for call in (*self.calls, self.loss):
             number = call.number if isinstance(call, TracedCall) else len(self.calls)
-            while glue and glue[0].before <= number:
+            while glue and glue[0].next_call <= number:
                 lines.append(str(glue.pop(0)))
             lines.append(str(call))
         return "\n".join(

@@ -200,32 +200,32 @@ def join(
     if len(gradients) < 2:
         return Provenance(rows, gradients)
     joined_gradients = {g for g in gradients if g.is_changed}
-    for by in {g.variable for g in gradients if not g.is_changed}:
+    for variable in {g.variable for g in gradients if not g.is_changed}:
         terms = [
             g
             for x in contributing
             for g in x.gradients
-            if g.variable == by and not g.is_changed
+            if g.variable == variable and not g.is_changed
         ]
-        joined_gradients.add(_sum(by, terms, stacked))
+        joined_gradients.add(_sum(variable, terms, stacked))
     return Provenance(rows, frozenset(joined_gradients))
 
 
-def _sum(by: int, terms: Sequence[Gradient], stacked: DimKey | None) -> Gradient:
+def _sum(variable: int, terms: Sequence[Gradient], stacked: DimKey | None) -> Gradient:
     """Returns several gradients by one value as one: their sum, or all side by side."""
     rows = frozenset[Rows]().union(*(g.rows for g in terms))
     stacked_before = next((g.stacked for g in terms if g.stacked is not None), None)
-    loss = all(g.is_loss for g in terms)
-    if stacked is not None and not loss:
+    is_loss = all(g.is_loss for g in terms)
+    if stacked is not None and not is_loss:
         if any(terms[0].unlike_rows(g) for g in terms):
             stacked_before = stacked
     if stacked is not None or any(g.shares is None for g in terms):
-        return Gradient(by, rows, stacked=stacked_before, is_loss=loss)
+        return Gradient(variable, rows, stacked=stacked_before, is_loss=is_loss)
     shares: dict[frozenset[Rows], float] = defaultdict(float)
     for g in terms:
         for part, amount in g.shares or ():
             shares[part] += amount
-    return Gradient(by, rows, frozenset(shares.items()), stacked_before, loss)
+    return Gradient(variable, rows, frozenset(shares.items()), stacked_before, is_loss)
 
 
 def find_unlike(

@@ -403,6 +403,7 @@ class Recorder(Findings, Tracer, Watcher):
         return observe_numbers(values, self.answer)
 
     def answer(self, compared: bool) -> bool:
+        """Returns what a comparison of a number gave; notes that one was made."""
         # Another answer may lead to another branch, which only the type check runs.
         self.needs_no_check = False
         return compared

@@ -144,13 +144,17 @@ class Claims(Watcher):
         COMPARING.reset(self._token)
 
     @contextmanager
-    def repeat_for(self, calls: Sequence[object]) -> Iterator[None]:
-        """Adds these claims, and those made inside, to each of ``calls`` that is due.
+    def repeat_for(self, comparisons: Sequence[object]) -> Iterator[None]:
+        """Adds these claims, and those made inside, to the calls that are compared.
 
         A compiled step runs no Python: what it claimed as it was traced, it claims in
         each call.
+
+        Args:
+            comparisons: the contexts that ``begin_call`` gave: a :class:`DueCall` where
+                the ranks compare the call, another context where they do not.
         """
-        due = [call for call in calls if isinstance(call, DueCall)]
+        due = [x for x in comparisons if isinstance(x, DueCall)]
         if not due:
             yield
             return
@@ -179,11 +183,12 @@ class DueCall(Claims):
 class Replicas:
     """Compares the batches and states of ranks that must have the same.
 
-    They are compared in calls 1, 2, 4, 8 and so on. Ranks that part later, by a branch
-    that no type check has seen, are found after as many calls again, at most.
+    They are compared in calls 1, 2, 4, 8 and so on. If ranks come to differ in call n,
+    by a branch that no type check has seen, that is found by call 2 n.
 
     Attributes:
-        updates: whether the function returns a state, if that is all it returns.
+        updates: whether the function returns new leaves: else what it returns, if it is
+            a tree like the state, is gradients.
         draws: whether the function draws from torch's default generators.
         together: the axes whose ranks are given one batch, from the last layout.
         calls: the number of calls, by rank, since the state was laid out.

@@ -381,9 +381,9 @@ class RestoresOutside(TorchFunctionMode):
         self._saved: dict[int, tuple[Tensor, Tensor, int]] = {}
 
     def __exit__(self, *failed: Any) -> bool | None:
-        done = super().__exit__(*failed)
+        is_suppressed = super().__exit__(*failed)
         self._restore()
-        return done
+        return is_suppressed
 
     def __torch_function__(
         self,

@@ -310,14 +310,14 @@ class CallChecker(RestoresOutside):
         )
         needs_seed = [isinstance(x, Tensor) and x.requires_grad for x in outputs]
         pairs = zip_longest(needs_seed, cotangents[: len(needs_seed)])
-        before = self.checker.seed_count
+        outer_seed_count = self.checker.seed_count
         self.checker.seed_count = sum(
             bool(needed) and cotangent is None for needed, cotangent in pairs
         )
         try:
             yield
         finally:
-            self.checker.seed_count = before
+            self.checker.seed_count = outer_seed_count
 
     def _expand_as(self, x: Tensor, part: Tensor) -> Tensor:
         """Returns ``x.expand_as(part)``: a part, where ``x`` is one number."""
@@ -398,7 +398,7 @@ def check_tracked(reader: str, leaves: Iterable[tuple[str | None, Leaf]]) -> Non
         LawError: an ``autograd.Function`` around the reader, or torch's checkpoint,
             would lose the gradient.
     """
-    if not (around := _torch.hides_tensors()):
+    if not (hider := _torch.hides_tensors()):
         return
     # In a Function's forward torch.func's wrappers are off: no leaf shows there that it
     # is differentiated, so each may be.
@@ -411,5 +411,5 @@ def check_tracked(reader: str, leaves: Iterable[tuple[str | None, Leaf]]) -> Non
                     source_line(),
                 )
                 raise rule_error(
-                    "cut", reader=reader, leaf=leaf, line=line, around=around
+                    "cut", reader=reader, leaf=leaf, line=line, around=hider
                 )

@@ -372,20 +372,22 @@ def differing_events(
     names, other_names = [a.name for a in events], [b.name for b in other_events]
     if names != other_names:
         name_pairs = zip(names, other_names, strict=False)
-        first = next((i for i, (a, b) in enumerate(name_pairs) if a != b), None)
-        first = min(len(names), len(other_names)) if first is None else first
+        first_unlike = next((i for i, (a, b) in enumerate(name_pairs) if a != b), None)
+        first_unlike = (
+            min(len(names), len(other_names)) if first_unlike is None else first_unlike
+        )
         longer, shorter, longer_rank = events, other_events, rank
         if len(events) < len(other_events):
             longer, shorter, longer_rank = other_events, events, other_rank
         # The message for one further operator is given only where the ranks agree again
         # after it: else it would blame an operator that both ranks have, elsewhere.
-        following = [x.name for x in shorter[first:]]
+        following = [x.name for x in shorter[first_unlike:]]
         if [x.name for x in longer[len(longer) - len(following) :]] == following:
-            extra = longer[first]
+            extra = longer[first_unlike]
             raise rule_error(
                 "one more", rank=longer_rank, op=extra.name, line=extra.line
             )
-        a, b = events[first], other_events[first]
+        a, b = events[first_unlike], other_events[first_unlike]
         second = f"{b.name} at {b.line}"
         raise rule_error(
             "unlike", rank=rank, other=other_rank, op=a.name, line=a.line, second=second

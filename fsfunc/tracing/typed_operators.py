@@ -383,10 +383,10 @@ class TypedOperators(OperatorMode):
     def _takes_pairs(
         self, op: OperatorClass, x: Tensor, facts: TensorFacts, y: Tensor
     ) -> bool:
-        """Returns whether a view is one of those of which torch makes ``x.real``.
+        """Returns whether a view is one that torch makes for ``x.real`` or ``x.imag``.
 
-        Or ``x.imag``, of a part of complex numbers: its view as pairs of real numbers,
-        views of all pairs, and one number of each pair. They are parts as ``x`` is.
+        It views complex numbers as pairs of real ones, and takes one number of each
+        pair. If ``x`` is a part, so are these views, and other views of whole pairs.
         """
         if not (facts.flat or facts.kind in PARTS):
             return False
@@ -418,11 +418,11 @@ class TypedOperators(OperatorMode):
                 for y in results:
                     self.facts.mark_paired(y)
             elif is_view:
-                transposes = op.name in TRANSPOSES or any(
+                mixes_last_dim = op.name in TRANSPOSES or any(
                     y.shape[-1:] != x.shape[-1:] for y in results
                 )
                 slices = facts.flat and any(y.shape != x.shape for y in results)
-                if slices if op.picks else transposes:
+                if slices if op.picks else mixes_last_dim:
                     raise operand_error("mixes", op.name, [facts])
             elif facts.flat and not (op.elementwise or op.factory):
                 if self._names_dims or any(y.ndim for y in results):

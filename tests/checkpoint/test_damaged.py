@@ -104,10 +104,10 @@ def test_a_checksum_that_reads_alike_is_no_other_text(kept):
 
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize(
-    ("what", "other"), [(rb'"F32"', b'"I32"'), (rb"\[0, \d\]", b"[0, 1]")]
+    ("pattern", "other"), [(rb'"F32"', b'"I32"'), (rb"\[0, \d\]", b"[0, 1]")]
 )
 def test_a_file_that_is_damaged_as_it_is_written_is_never_a_checkpoint(
-    tmp_path, monkeypatch, rank, what, other
+    tmp_path, monkeypatch, rank, pattern, other
 ):
     """The first rank reads the headers of all files before it says what they hold."""
     write = tasks.write_parts
@@ -116,7 +116,7 @@ def test_a_file_that_is_damaged_as_it_is_written_is_never_a_checkpoint(
         files = write(folder, me, parts)
         for name in files if me == rank else ():
             data = (folder / name).read_bytes()
-            (folder / name).write_bytes(re.sub(what, other, data))
+            (folder / name).write_bytes(re.sub(pattern, other, data))
         return files
 
     monkeypatch.setattr(tasks, "write_parts", damaged)

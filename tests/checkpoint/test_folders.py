@@ -53,11 +53,11 @@ def replaced_by_pipe(file):
     os.mkfifo(file)
 
 
-@pytest.mark.parametrize("what", DAMAGE)
-def test_a_damaged_newest_is_passed_over_and_told(tmp_path, what):
+@pytest.mark.parametrize("name", DAMAGE)
+def test_a_damaged_newest_is_passed_over_and_told(tmp_path, name):
     """Also by every rank; and a restart goes on from the one before."""
     steps(tmp_path, 1, 2, 3)
-    DAMAGE[what](tmp_path / "step-3")
+    DAMAGE[name](tmp_path / "step-3")
 
     def main(mesh):
         with pytest.warns(RuntimeWarning, match="step-3 cannot be loaded"):

@@ -162,9 +162,9 @@ FORGED = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("what", FORGED)
-def test_a_manifest_that_makes_no_sense_is_refused_at_once(victim, what):
-    change, words = FORGED[what]
+@pytest.mark.parametrize("name", FORGED)
+def test_a_manifest_that_makes_no_sense_is_refused_at_once(victim, name):
+    change, words = FORGED[name]
     body = change
     if callable(change):
         change(body := body_of(victim.path))
@@ -219,18 +219,18 @@ IN_ITS_PLACE = {
 }
 
 
-@pytest.mark.parametrize("what", IN_ITS_PLACE)
+@pytest.mark.parametrize("thing", IN_ITS_PLACE)
 @pytest.mark.parametrize("name", ["fsfunc.json", "shard"])
-def test_what_is_no_file_is_neither_followed_nor_waited_for(victim, what, name):
+def test_what_is_no_file_is_neither_followed_nor_waited_for(victim, thing, name):
     file = next(victim.path.glob(f"{name}*"))
     file.unlink()
-    IN_ITS_PLACE[what](file, victim.outside)
+    IN_ITS_PLACE[thing](file, victim.outside)
     try:
         with in_time(60), pytest.raises(CheckpointError) as raised:
             ff.load(victim.path, victim.target)
     finally:
         victim.restore()
-    if (what, name) != ("nothing", "fsfunc.json"):  # parts without their manifest
+    if (thing, name) != ("nothing", "fsfunc.json"):  # parts without their manifest
         assert str(file) in str(raised.value)
 
 

@@ -350,12 +350,12 @@ STATES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("what", STATES)
+@pytest.mark.parametrize("name", STATES)
 def test_what_a_state_carries_beside_parameters_comes_back_on_every_rank(
-    tmp_path, what
+    tmp_path, name
 ):
     """None of it was one rank's alone; nor is anything that ranks share kept twice."""
-    axes, optimizer, wrap = STATES[what]
+    axes, optimizer, wrap = STATES[name]
 
     def main(mesh):
         draw = torch.Generator().manual_seed(1)

@@ -41,10 +41,10 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("i, what", list(enumerate(REFUSED)))
-def test_what_cannot_be_saved_is_refused_before_anything_is_written(tmp_path, i, what):
+@pytest.mark.parametrize("i, name", list(enumerate(REFUSED)))
+def test_what_cannot_be_saved_is_refused_before_anything_is_written(tmp_path, i, name):
     save = [ff.save, ff.save_async][i % 2]
-    leaf, kind, words = REFUSED[what]
+    leaf, kind, words = REFUSED[name]
 
     def main(mesh):
         mine = leaf if mesh.rank == 1 else torch.ones(1)  # and the others hear of it

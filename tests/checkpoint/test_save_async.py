@@ -198,9 +198,9 @@ def nothing_saved(folder):
     return ff.latest(folder) is None and not list(folder.rglob("*.safetensors"))
 
 
-def until(what):
+def until(is_done):
     end = time.monotonic() + PATIENCE
-    while not what():
+    while not is_done():
         assert time.monotonic() < end
         time.sleep(0.002)
 

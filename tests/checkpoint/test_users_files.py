@@ -107,13 +107,13 @@ def test_a_link_may_be_the_newest(run):
 
 
 @pytest.mark.parametrize(
-    "name, what",
+    "name, thing",
     [*zip(itertools.cycle(["notes.txt", "rank-list.json", "shards"]), THINGS)],
 )
-def test_what_a_user_puts_into_a_checkpoint_outlives_it(run, what, name):
+def test_what_a_user_puts_into_a_checkpoint_outlives_it(run, thing, name):
     """In its folder, which is no checkpoint any more."""
     ff.save(run / "step-1", W)
-    THINGS[what](run / "step-1" / name)
+    THINGS[thing](run / "step-1" / name)
     mine = {p: x for p, x in everything(run).items() if name in p}
     for i in (2, 3):
         ff.save(run / f"step-{i}", W, keep=1)
@@ -124,12 +124,12 @@ def test_what_a_user_puts_into_a_checkpoint_outlives_it(run, what, name):
 
 @pytest.mark.parametrize("name", [".step-1.deleting", ".step-2.saving", ".x.saving"])
 @pytest.mark.parametrize(
-    "what", ["a file", "a folder", "an empty folder", "a link to a folder", "a pipe"]
+    "thing", ["a file", "a folder", "an empty folder", "a link to a folder", "a pipe"]
 )
-def test_names_that_saves_use_may_be_taken(run, what, name):
+def test_names_that_saves_use_may_be_taken(run, thing, name):
     """Then a save goes another way."""
     ff.save(run / "step-1", W)
-    THINGS[what](run / name)
+    THINGS[thing](run / name)
     mine = {p: x for p, x in everything(run).items() if name in p}
     if name == ".step-2.saving":
         ff.save(run / "step-2", W, keep=1)
@@ -143,10 +143,10 @@ def test_names_that_saves_use_may_be_taken(run, what, name):
     assert (run / "step-1").exists() == (name == ".x.saving")
 
 
-@pytest.mark.parametrize("what", [*THINGS, "a checkpoint"])
-def test_nothing_is_written_over(run, what, monkeypatch):
+@pytest.mark.parametrize("thing", [*THINGS, "a checkpoint"])
+def test_nothing_is_written_over(run, thing, monkeypatch):
     """Whether it was there before, or came while the rest was written."""
-    make = THINGS.get(what, a_checkpoint)
+    make = THINGS.get(thing, a_checkpoint)
     ff.save(run / "a", W)
     make(run / "x")
     before = everything(run)

@@ -89,7 +89,7 @@ def test_the_example_s_numbers_are_the_plan_s(tmp_path: Path) -> None:
     found = json.loads(written.read_text())["plans"][0]
     (program,) = found["programs"]
     # 4 units: the last stays gathered and the first reads nothing in its backward
-    counts, sent = (counted(program, what) for what in ("count", "bytes"))
+    counts, sent = (counted(program, column) for column in ("count", "bytes"))
     assert counts == {"all_gather": 6, "psum_scatter": 4, "psum": 2}
     embed, block, head = 288 * 32, 12 * 32 * 32 + 64, 256 * 32 + 32
     # float32, of which a rank sends all but its own sixteenth
@@ -170,11 +170,11 @@ def test_scripts_that_cannot_be_planned(case: str, script, capsys) -> None:
     assert said.err.count(str(path)) == said.err.count("\n") == 1
 
 
-def counted(program: dict, what: str) -> dict[str, int]:
+def counted(program: dict, column: str) -> dict[str, int]:
     """The sum of a column of a program's collectives, by op."""
     found: dict[str, int] = {}
     for row in program["collectives"]:
-        found[row["op"]] = found.get(row["op"], 0) + row[what]
+        found[row["op"]] = found.get(row["op"], 0) + row[column]
     return found
 
 

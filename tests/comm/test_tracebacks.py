@@ -134,9 +134,9 @@ BY_US = {
 }
 
 
-@pytest.mark.parametrize("what", BY_US)
-def test_the_last_frame_is_the_users_line_that_called(what):
-    error = raised(BY_US[what])
+@pytest.mark.parametrize("name", BY_US)
+def test_the_last_frame_is_the_users_line_that_called(name):
+    error = raised(BY_US[name])
     assert names(error) == ["<lambda>"] and is_told(error)
 
 

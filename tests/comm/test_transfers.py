@@ -99,12 +99,12 @@ def test_the_result_is_the_receivers_own(collected):
     assert [x() for x in kept] == [None, None]
 
 
-def alone(what, other):
+def alone(transfer, other):
     """A send or a receive of rank 0 alone."""
 
     def main():
         where = get_group("pipe")
-        if where.index == 0 and "send" in what:
+        if where.index == 0 and "send" in transfer:
             where.send(torch.ones(1), other)
         elif where.index == 0:
             where.receive((1,), torch.float32, "cpu", other)
@@ -112,15 +112,15 @@ def alone(what, other):
     return main
 
 
-@pytest.mark.parametrize("what", ["send to", "receive from"])
-def test_only_another_rank_of_a_simulated_group(what):
+@pytest.mark.parametrize("transfer", ["send to", "receive from"])
+def test_only_another_rank_of_a_simulated_group(transfer):
     for other in (0, 2, -1):
-        said = f'along "pipe", cannot {what} index {other}:'
+        said = f'along "pipe", cannot {transfer} index {other}:'
         with pytest.raises(ValueError, match=said):
-            run(alone(what, other))
-    said = f"can {what.split()[0]} alone.*simulated mesh"
+            run(alone(transfer, other))
+    said = f"can {transfer.split()[0]} alone.*simulated mesh"
     with pytest.raises(RuntimeError, match=said):
-        ff.spmd(alone(what, 1), ranks(2, "vmap"))()
+        ff.spmd(alone(transfer, 1), ranks(2, "vmap"))()
 
 
 def test_a_deadlock_says_who_waits_for_whom():

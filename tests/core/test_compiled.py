@@ -212,9 +212,9 @@ REFUSED = {
 WAY_OUT = r"units compile, steps do not.*ff.unit\(torch.compile\(fn\)\)"
 
 
-@pytest.mark.parametrize("what", REFUSED)
-def test_what_is_around_units_does_not_compile(what):
-    fn, first = REFUSED[what]()
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_around_units_does_not_compile(name):
+    fn, first = REFUSED[name]()
     with pytest.raises(RuntimeError, match=WAY_OUT) as error:
         fn(first, BATCH)
     assert type(error.value) is RuntimeError

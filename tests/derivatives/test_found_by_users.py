@@ -136,9 +136,9 @@ ROWS_MEAN = {
 }
 
 
-@pytest.mark.parametrize("what", ROWS_MEAN)
-def test_a_mean_of_rows_of_a_jacobian_may_be_clipped(what):
-    step = by_jacobian(lambda j: ROWS_MEAN[what](j).clamp(-0.1, 0.1))
+@pytest.mark.parametrize("name", ROWS_MEAN)
+def test_a_mean_of_rows_of_a_jacobian_may_be_clipped(name):
+    step = by_jacobian(lambda j: ROWS_MEAN[name](j).clamp(-0.1, 0.1))
     expected = step(W, X)
     for found in run(step, 0):
         torch.testing.assert_close(found, expected)
@@ -150,12 +150,12 @@ LINEAR = {
 }
 
 
-@pytest.mark.parametrize("what", LINEAR)
-def test_what_is_linear_in_rows_stays(what):
+@pytest.mark.parametrize("name", LINEAR)
+def test_what_is_linear_in_rows_stays(name):
     """Over ranks it is one device's, of the rows that meet in one mean."""
-    step = joined(LINEAR[what])
+    step = joined(LINEAR[name])
     together = torch.stack(X.chunk(2)).mean(0)
-    expected = joined(LINEAR[what])(W, together)
+    expected = joined(LINEAR[name])(W, together)
     for found in run(step, 0):
         torch.testing.assert_close(found, expected)
 

@@ -63,9 +63,9 @@ HANG = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("what", HANG)
-def test_hooks_that_only_the_unit_could_run_are_refused(what):
-    hang, says = HANG[what]
+@pytest.mark.parametrize("name", HANG)
+def test_hooks_that_only_the_unit_could_run_are_refused(name):
+    hang, says = HANG[name]
     module = made(hang)
     apply, params, buffers = ff.from_module(module, Block)
     for _ in range(2):

@@ -31,18 +31,18 @@ from tests.interop.models import (
 class Between(nn.Module):
     """Two layers, and what may happen to what is between them."""
 
-    def __init__(self, what):
+    def __init__(self, case):
         super().__init__()
-        self.what = what
+        self.case = case
         self.norm = nn.LayerNorm(4)
         self.up, self.down = nn.Linear(4, 8), nn.Linear(8, 4)
         self.gain = Gain()
 
     def forward(self, x):
-        h = self.up(self.norm(x) if self.what == "norm" else x)
-        h = self.gain(h) if self.what == "gain" else h
+        h = self.up(self.norm(x) if self.case == "norm" else x)
+        h = self.gain(h) if self.case == "gain" else h
         y = self.down(h)
-        return y + h.mean() if self.what == "output" else y
+        return y + h.mean() if self.case == "output" else y
 
 
 class Gain(nn.Module):

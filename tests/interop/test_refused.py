@@ -212,9 +212,9 @@ WRITES = {
 
 
 @pytest.mark.parametrize("units", [(), Writing])
-@pytest.mark.parametrize("what", WRITES)
-def test_a_forward_that_changes_what_it_does_not_return(what, units):
-    write, says = WRITES[what]
+@pytest.mark.parametrize("name", WRITES)
+def test_a_forward_that_changes_what_it_does_not_return(name, units):
+    write, says = WRITES[name]
     module = nn.Sequential(Writing(write))
     apply, params, buffers = ff.from_module(module, units)
     for _ in range(2):  # the first time leaves nothing behind

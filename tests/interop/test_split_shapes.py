@@ -152,16 +152,16 @@ def equals_one_device(do, size=2):
     splits_as_one_device(module, {"input": X}, square, "1", plan, size, 1e-10)
 
 
-@pytest.mark.parametrize("what", RIGHT)
-def test_what_takes_each_head_by_itself_is_that_of_one_device(what):
-    equals_one_device(RIGHT[what])
+@pytest.mark.parametrize("name", RIGHT)
+def test_what_takes_each_head_by_itself_is_that_of_one_device(name):
+    equals_one_device(RIGHT[name])
 
 
-@pytest.mark.parametrize("what", [*HEADS_OF_ALL, *MIXED, *TYPED])
-def test_what_does_not_is_refused(what):
+@pytest.mark.parametrize("name", [*HEADS_OF_ALL, *MIXED, *TYPED])
+def test_what_does_not_is_refused(name):
     says = "^plan: .*(out of the plan|to the plan|p to 0)"
     with pytest.raises(RuntimeError, match=says):
-        equals_one_device((HEADS_OF_ALL | MIXED | TYPED)[what])
+        equals_one_device((HEADS_OF_ALL | MIXED | TYPED)[name])
 
 
 class Leaking(Attention):

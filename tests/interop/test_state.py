@@ -161,9 +161,9 @@ UNSEEN = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("what", UNSEEN)
-def test_what_units_would_miss_is_refused_and_right_where_all_is_one(what):
-    module, says = UNSEEN[what]
+@pytest.mark.parametrize("name", UNSEEN)
+def test_what_units_would_miss_is_refused_and_right_where_all_is_one(name):
+    module, says = UNSEEN[name]
     units = Block if isinstance(module, Around) else Layer
     apply, params, buffers = ff.from_module(module, units)
     step = ff.value_and_grad(lambda p: apply(p, buffers, X, mutable=True)[0].sum())
@@ -212,10 +212,10 @@ LEFT = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("what", LEFT)
+@pytest.mark.parametrize("name", LEFT)
 @pytest.mark.parametrize("units", [(), ""])
-def test_what_is_left_behind_is_refused_or_asked_for_and_gone(what, units):
-    module = LEFT[what]()
+def test_what_is_left_behind_is_refused_or_asked_for_and_gone(name, units):
+    module = LEFT[name]()
     apply, params, buffers = ff.from_module(module, units)
     expected = copy.deepcopy(module)(X).square().mean().detach()
 
@@ -226,7 +226,7 @@ def test_what_is_left_behind_is_refused_or_asked_for_and_gone(what, units):
 
         return ff.value_and_grad(loss)
 
-    if what != "slots":  # of which each call has a copy of its own
+    if name != "slots":  # of which each call has a copy of its own
         for _ in range(2):
             with pytest.raises(RuntimeError, match="changes .*lost after the call"):
                 step()(params)

@@ -60,9 +60,9 @@ def trained(optimizer, around, mesh, loss=loss_fn, init=init, steps=3, **laid):
     return [(r.params, r.seen[-1], r.losses, sorted(r.sent)) for r in runs]
 
 
-def assert_same(optimizer, around, mesh, **what):
-    usual = trained(optimizer, around, mesh, **what)
-    found = trained(ff.step_in_backward(optimizer), around, mesh, **what)
+def assert_same(optimizer, around, mesh, **options):
+    usual = trained(optimizer, around, mesh, **options)
+    found = trained(ff.step_in_backward(optimizer), around, mesh, **options)
     for a, b in zip(found, usual, strict=True):
         assert_bits(a[:3], b[:3])
         assert a[3] == b[3]

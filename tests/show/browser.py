@@ -94,7 +94,7 @@ def screenshot(page, path, width, height=1600):
     _run(page, f"--screenshot={path}", f"--window-size={width},{height}")
 
 
-def _run(page, *what):
+def _run(page, *options):
     """What the browser prints; none of its processes is left, whatever happens."""
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder, "page.html")
@@ -104,7 +104,7 @@ def _run(page, *what):
                 BROWSER,
                 *OPTIONS,
                 f"--user-data-dir={folder}/user",
-                *what,
+                *options,
                 source.as_uri(),
             ],
             stdout=subprocess.PIPE,

@@ -82,8 +82,8 @@ def small():
         record("psum", "loss", Fraction(25, 2)),
     ]
     calls = {("block", "forward"): 2, ("block", "recompute"): 2}
-    what = events, kinds, leaves, records, calls, {"block": 64}
-    own = RankPlan(0, 4, {"data": 0}, *what)
+    content = events, kinds, leaves, records, calls, {"block": 64}
+    own = RankPlan(0, 4, {"data": 0}, *content)
     return Plan(Mesh({"data": 4}, "abstract"), (own,))
 
 

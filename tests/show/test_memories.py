@@ -20,16 +20,16 @@ def plans(draw):
     """Plans of random events: memory of all kinds taken and given."""
     events, kinds, alive = [], {}, []
     for number in range(draw(st.integers(1, 25))):
-        what = draw(st.sampled_from(["take", "take", "give", "run", "body"]))
-        if what == "take":
+        action = draw(st.sampled_from(["take", "take", "give", "run", "body"]))
+        if action == "take":
             events.append(
                 Allocated(number, draw(st.integers(1, 9)), "aten.mm", "f", "x")
             )
             kinds[number] = draw(st.sampled_from(KINDS))
             alive.append(number)
-        elif what == "give" and alive:
+        elif action == "give" and alive:
             events.append(Freed(alive.pop(draw(st.integers(0, len(alive) - 1)))))
-        elif what == "body":
+        elif action == "body":
             phase = draw(st.sampled_from(["forward", "b"]))
             events += body(draw(st.integers(0, 30)), 0, "f", phase)
         else:

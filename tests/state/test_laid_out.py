@@ -132,9 +132,9 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("what", LAYOUTS)
-def test_own_is_for_leaves_of_no_unit_along_the_axes_of_the_shard(what):
-    layouts, error, says = LAYOUTS[what]
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_own_is_for_leaves_of_no_unit_along_the_axes_of_the_shard(name):
+    layouts, error, says = LAYOUTS[name]
     begun = {**W, "h": torch.zeros(2, 3), "g": torch.zeros(2, 3)}
     step = ff.shard(carried, MESH, "data")
     place = lambda: ff.place(step, begun, mine(), layouts=layouts)  # noqa: E731
@@ -186,10 +186,10 @@ def clipped_with_hidden(s, x):
     return {**s, "w": ff.tree_scale(g, by)}
 
 
-@pytest.mark.parametrize("what", KINDS_OF_STEPS)
-def test_own_values_meet_no_optimizer(what):
+@pytest.mark.parametrize("name", KINDS_OF_STEPS)
+def test_own_values_meet_no_optimizer(name):
     says = "which is each rank's own|differs from rank to rank"
-    refused(lambda: everywhere(lambda: KINDS_OF_STEPS[what](mine())), ValueError, says)
+    refused(lambda: everywhere(lambda: KINDS_OF_STEPS[name](mine())), ValueError, says)
 
 
 # A value of each rank in the place of "s", and how it came there.
@@ -200,10 +200,10 @@ APART = {
 }
 
 
-@pytest.mark.parametrize("what", APART)
-def test_a_value_that_differs_is_never_taken_for_one(what):
+@pytest.mark.parametrize("name", APART)
+def test_a_value_that_differs_is_never_taken_for_one(name):
     def main():
-        f = ff.shard(lambda s, x: {**s, "s": APART[what](s, x)}, MESH, "data")
+        f = ff.shard(lambda s, x: {**s, "s": APART[name](s, x)}, MESH, "data")
         train = ff.shard(sgd, MESH, "data")
         return train(f(ff.place(train, W, mine()), mine()), mine())
 

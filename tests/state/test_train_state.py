@@ -194,8 +194,8 @@ def test_where_one_process_cannot_lay_out_all_raise(processes):
     raised = {"step": "KeyError", "function": "OSError", "optimizer": "MemoryError"}
     for rank, kinds in enumerate([dict.fromkeys(raised, "RanksDiffer"), raised]):
         mine = said[7 * rank : 7 * rank + 7]
-        for i, (what, kind) in enumerate(kinds.items()):
-            assert mine[2 * i : 2 * i + 2] == [f"{what} {kind}", "4.0"]
+        for i, (name, kind) in enumerate(kinds.items()):
+            assert mine[2 * i : 2 * i + 2] == [f"{name} {kind}", "4.0"]
         assert mine[6] == "unlike True"
 
 

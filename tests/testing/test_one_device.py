@@ -113,17 +113,19 @@ except AssertionError as error:
 """
 
 
-@pytest.mark.parametrize("what", ["state", "batch"])
-def test_what_is_written_is_seen_beside_nan_and_beside_a_donated_state(what):
+@pytest.mark.parametrize("argument", ["state", "batch"])
+def test_what_is_written_is_seen_beside_nan_and_beside_a_donated_state(argument):
     step = lambda state, x: {"n": torch.ones(())}  # noqa: E731
 
     def writes(state, x):
-        (state if what == "state" else x)[1] += 1
+        (state if argument == "state" else x)[1] += 1
         return step(state, x)
 
-    mine = writes if what == "state" else ff.donate(writes)
+    mine = writes if argument == "state" else ff.donate(writes)
     given = torch.tensor([math.nan, 1.0]), torch.ones(4)
-    with pytest.raises(AssertionError, match=f"wrote into the {what}'s"):
+    with pytest.raises(AssertionError, match=f"wrote into the {argument}'s"):
         assert_equals_one_device(step, mine, MESH, *given)
-    with pytest.raises(AssertionError, match=f"one device: it wrote into the {what}'s"):
+    with pytest.raises(
+        AssertionError, match=f"one device: it wrote into the {argument}'s"
+    ):
         assert_equals_one_device(writes, step, MESH, *given)

@@ -179,8 +179,8 @@ else:
 def test_a_class_that_torch_knows_comes_again_in_a_new_program(tmp_path):
     program = tmp_path / "program.py"
     program.write_text(KINDS)
-    for what in ("record", "replay"):
-        found = forked(program, tmp_path / "tape", what)
+    for action in ("record", "replay"):
+        found = forked(program, tmp_path / "tape", action)
         assert found.returncode == 0, found
 
 

@@ -197,8 +197,8 @@ class MatrixOwners:
             (s for s in parts if self.counts[i][s]), key=self.spans[i].__getitem__
         )
         pieces = [parts[s] for s in order]
-        whole = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
-        return whole.view(layout.shape)
+        whole_flat = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+        return whole_flat.view(layout.shape)
 
 
 def _rank_coordinates(

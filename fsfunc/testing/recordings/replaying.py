@@ -160,9 +160,9 @@ def _find_recording(folder: Path, rank: int, call: int | None) -> CallFile:
     available = "; ".join(
         f"calls {c} of rank {r}" for r, c in sorted(calls.items())[:8]
     )
-    wanted = "call" if call is None else f"call {call}"
+    wanted_call = "call" if call is None else f"call {call}"
     raise CheckpointError(
-        f"{folder} has no complete recording of a {wanted} of rank {rank}: it has "
+        f"{folder} has no complete recording of a {wanted_call} of rank {rank}: it has "
         f"{available or 'none at all'}"
     )
 
@@ -353,7 +353,7 @@ class ReplayLink(Link):
         op: str,
         x: Tensor,
         group: RankGroup,
-        what: str,
+        subject: str,
         options: Mapping[str, Any],
     ) -> RecordedMessage:
         """Returns the next recorded message, if it is the one that is asked for.
@@ -361,7 +361,7 @@ class ReplayLink(Link):
         Raises:
             PartsFromRecording: it is another one, or there is none.
         """
-        asked = RecordedMessage.describe(op, x, group, what, options)
+        asked = RecordedMessage.describe(op, x, group, subject, options)
         if self.has_ended:
             raise PartsFromRecording(
                 f"{asked} is asked for after the end of {self.recording.name}, and "

@@ -186,12 +186,12 @@ class RecordingLink:
         op: str,
         x: Tensor,
         group: RankGroup,
-        what: str,
+        subject: str,
         options: Mapping[str, Any],
     ) -> RecordedMessage | None:
         if is_silent() or self._tape.has_ended:
             return None
-        message = RecordedMessage.describe(op, x, group, what, options)
+        message = RecordedMessage.describe(op, x, group, subject, options)
         self._tape.messages.append(message)
         return message
 

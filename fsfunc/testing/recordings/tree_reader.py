@@ -78,8 +78,8 @@ class TreeReader:
         if kind in ("list", "tuple"):
             children = [self.tree(child) for child in content[0]]
             return children if kind == "list" else tuple(children)
-        name, static, nodes = content
-        return _rebuild_node(name, static, [self.tree(child) for child in nodes])
+        name, static, child_nodes = content
+        return _rebuild_node(name, static, [self.tree(child) for child in child_nodes])
 
     def leaves(self, node: Any) -> list[int]:
         """Returns the numbers of a description's leaves, in the order of the tree."""
