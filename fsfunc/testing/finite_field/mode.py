@@ -342,7 +342,7 @@ def _rule_key(func: Overload) -> str:
     return name if overload == "default" else f"{name}.{overload}"
 
 
-def _operator_name(func: Overload) -> str:
+def _operator_name(func: Overload | _torch.OpOverloadPacket) -> str:
     return f"torch.ops.{func._schema.name.replace('::', '.')}"
 
 
