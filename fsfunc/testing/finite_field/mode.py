@@ -343,7 +343,8 @@ def _rule_key(func: Overload) -> str:
 
 
 def _operator_name(func: Overload | _torch.OpOverloadPacket) -> str:
-    return f"torch.ops.{func._schema.name.replace('::', '.')}"
+    schema: Any = func._schema
+    return f"torch.ops.{schema.name.replace('::', '.')}"
 
 
 def _floats(values: Iterable[Any]) -> Iterator[Any]:
