@@ -466,10 +466,10 @@ def _check_kinds(
 def _check_origins(
     target: PyTree, targets: Mapping[str, Leaf], sources: Mapping[str, Source]
 ) -> None:
-    """Raises if parameters are read, and what a step makes them of is not.
+    """Raises if parameters are loaded without the leaves that steps make them of.
 
-    Such as master weights in an optimizer's state: the next step would overwrite the
-    parameters that were read by those that were not.
+    Such as master weights in an optimizer's state: from these the next step would make
+    the parameters anew, and overwrite those that were loaded.
     """
     for state_path, param_path, origin_path in origins(target):
         for path in sources if origin_path not in sources else ():

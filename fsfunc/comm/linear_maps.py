@@ -173,8 +173,8 @@ class LinearMap:
         """The keyword arguments of the collective."""
         names = OPERATIONS[self.op].arguments if self.op in OPERATIONS else ()
         kwargs = {name: getattr(self, name) for name in names}
-        # If parts are equal, every rank knows the sizes by its own shape, which is
-        # compared.
+        # If parts are equal, each rank derives the sizes from its own shape, and shapes
+        # are compared between ranks.
         if not self.sizes:
             kwargs.pop("sizes", None)
         return kwargs

@@ -252,6 +252,6 @@ def set_process_mesh(mesh: Mesh) -> Mesh:
     return mesh
 
 
-def set_here(rank: Here) -> Scoped:
-    """Inside, :func:`here` returns ``rank``."""
-    return Scoped(HERE, rank)
+def set_here(this_rank: Here) -> Scoped:
+    """Returns a context in which :func:`here` returns ``this_rank``."""
+    return Scoped(HERE, this_rank)

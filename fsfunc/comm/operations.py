@@ -176,7 +176,11 @@ class Operation:
         return [self.reference(xs, i, **kwargs) for i in range(n)]
 
     def result_if_equal(self, x: Tensor, n: int, i: int, **kwargs: Any) -> Tensor:
-        """Returns the result of a rank if all ranks have ``x``."""
+        """Returns the result of a rank if all ranks have ``x``.
+
+        It stands in for what others send where one rank's call runs alone, from a
+        recording: with ``sizes`` its rows are copies, of the right number.
+        """
         if self.fold is not None:
             part = x if self.out_rows is None else x.tensor_split(n)[i]
             return self.fold.reduce_equal(part, n)

@@ -580,7 +580,8 @@ class _LayerwiseLossScale(SkippingOptimizer):
         device = computing_device(near)
         zero = near.new_zeros((), dtype=torch.float32, device=device)
         overflowed = set()
-        for name in sorted(scales):  # all ranks ask in one order, also of other units
+        # In one order on all ranks, and also for units that did not run here.
+        for name in sorted(scales):
             flag = self.overflowed.get(name)
             local_flag = zero if flag is None else torch.where(flag, torch.inf, zero)
             if not read_flag(all_finite([local_flag])):

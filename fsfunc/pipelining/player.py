@@ -127,7 +127,7 @@ class Dependencies:
         self.sources = {FORWARD: producers, BACKWARD: consumers}
         self.targets = {FORWARD: consumers, BACKWARD: producers}
         self.has_transfers: bool = any(
-            not a.is_compute for row in schedule for a in row
+            not action.is_compute for actions in schedule for action in actions
         )
 
     def _linked_stages(self, end: int, far_end: int, stage: int) -> list[int]:

@@ -268,8 +268,9 @@ def _links(watch: Stopwatch, rank_group: RankGroup, sizes: Sizes) -> _Links:
 
     Each collective is timed alone, on buffers of several sizes, which gives a latency
     and a rate. Then it is timed beside a product that outlasts it, as a step issues it:
-    what it adds to the product's time, over its time alone, is 1 - overlap. If cores
-    copy what they send it may add more than it takes alone; its rate is lowered then.
+    what it adds to the product's time, over its time alone, is 1 - overlap. Where
+    CPU cores copy the data, a transfer may add more time than it takes alone; its rate
+    is lowered then.
     """
     rates, added_shares, latency = {}, [], 0.0
     paired = watch.device.type == "cpu" and getattr(rank_group.link, "paired", False)

@@ -397,9 +397,9 @@ def choose_columns(spans: Sequence[Span], makespan: float) -> Columns:
 
 def common_unit(spans: Sequence[Span]) -> Fraction | None:
     """Returns the largest unit that divides all times; None if none is sensible."""
-    # As fractions, as floats have no greatest common divisor. Times are taken relative
-    # to the shortest span, and to be fractions with small denominators; times of a real
-    # run are not.
+    # As fractions, since floats have no greatest common divisor. Relative to the
+    # shortest span, planned times are fractions with small denominators; times of a
+    # real run are not.
     times = [Fraction(time) for span in spans for time in (span.start, span.end)]
     shortest = min(Fraction(span.end) - Fraction(span.start) for span in spans)
     scaled = [time / shortest for time in times]

@@ -145,7 +145,7 @@ class MemoryChart(Drawn):
         return of_seconds(position) if self.curve.timed else f"operator {position:.0f}"
 
     def _table(self) -> Table:
-        """Returns the bytes of each kind at four moments."""
+        """Returns the bytes of each kind: first, at the peak, its most, and last."""
         points, peak = self.curve.points, self.curve.peak[1]
         last = points[-1][1] if points else self.curve.at_start
         moments = (self.curve.at_start, peak, self.curve.most, last)

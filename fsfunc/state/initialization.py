@@ -393,7 +393,8 @@ def _make_state(request: LayoutRequest, first_state: _FirstState) -> PyTree:
         )  # fmt: skip
         source.release()
 
-        # The optimizer makes its state of laid out parameters, in layouts like theirs.
+        # The first state is made of laid out parameters, so what the optimizer keeps of
+        # them has layouts like theirs.
         laid, extra = laid if has_extra else (laid, extra)
         store = stores_of(step).moments
         with moments_go_to(store):

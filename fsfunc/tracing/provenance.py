@@ -233,7 +233,8 @@ def find_unlike(
 ) -> tuple[Gradient, Gradient, Rows] | None:
     """Returns two gradients that may not be combined, and rows that only one is of.
 
-    They are by one value, of unlike rows, and were both changed by what is not linear.
+    Both are by one value, of unlike rows, and went through an operator that is not
+    linear.
     Gradients that one value is made of already are left out: they were combined before,
     and were refused then if they had to be.
     """

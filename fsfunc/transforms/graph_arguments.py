@@ -79,8 +79,7 @@ class Arguments:
     def eager_key(self) -> tuple[Hashable, ...]:
         """Returns a key for a call without a graph, on which later calls rest.
 
-        Of the batch the shapes take no part in it, as they take none in the key of a
-        type check (`signature`).
+        It has no shapes of the batch, nor has the key of a type check (`signature`).
         """
         of_any_batch, *_ = signature(self.leaves, self.treedef)
         state = self.leaves[: self.state_def.num_leaves] if self.state_def else []

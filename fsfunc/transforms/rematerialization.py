@@ -251,8 +251,8 @@ def saved_share(call: Call) -> float | None:
     """
     handlers = call.frame.handlers
     shares = [h.compiled_share(call) for h in handlers if isinstance(h, _Remat)]
-    # ZeRO is to save memory, so it asks for the cut and no more: of a block of a GPT 10
-    # bytes are saved where torch's default saves 16, at 1.02 of the time.
+    # ZeRO is to save memory, so it asks for the cut and no more: a block of a GPT saves
+    # 10 bytes where torch's default saves 16, and takes 2 % longer.
     shares += [1.0 for h in handlers if getattr(h, "zero", 0)]
     return min((s for s in shares if s is not None), default=None)
 

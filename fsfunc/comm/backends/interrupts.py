@@ -38,7 +38,7 @@ class Interrupts:
     def __init__(self, notify: Callable[[BaseException], None]):
         self.notify, self.process = notify, os.getpid()
         self.deferred: BaseException | None = None  # the first
-        self.on = False  # while False, our handlers do what those that they replace do
+        self.on = False  # while False, our handlers only call those that they replaced
         # By the signal's number: our handler, and the one that it replaces.
         self.handlers: dict[int, tuple[_Handler, _Handler]] = {}
 

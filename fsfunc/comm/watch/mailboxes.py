@@ -204,7 +204,8 @@ class Mailbox(Board):
     def close(self, why: str) -> None:
         """Sends the error that this rank ended by, or "", and ends the thread."""
         # Rank 0, if it keeps the store, waits for answers, as the store ends with it.
-        # Other ranks tell only rank 0 that they end well, and every rank of an error.
+        # Other ranks tell every rank of an error. That they end well they tell only the
+        # rank that keeps the store, if one does.
         if self.keeper == self.rank:
             self.ask(self.others, "ended", why)
         else:

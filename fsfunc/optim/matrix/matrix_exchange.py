@@ -312,6 +312,7 @@ class _SharedMatrices:
 
     Args:
         positions: of the matrices among the leaves of the exchange.
+        owners: who updates which of them.
         where: the group of these ranks, if there are several.
     """
 
@@ -321,9 +322,9 @@ class _SharedMatrices:
 
     @property
     def is_here(self) -> bool:
-        """Whether this rank holds parts of them.
+        """Whether this rank holds a part of these matrices.
 
-        Along an axis on which leaves have an owner each, others may own all of these.
+        Where each leaf has one owner along an axis, this rank may own none of them.
         """
         layout = self.owners.layouts[0]
         if not layout.owners:
@@ -333,7 +334,7 @@ class _SharedMatrices:
 
     @property
     def index(self) -> int:
-        """The number of this rank among those that share them."""
+        """The number of this rank among the ranks that share the matrices."""
         return 0 if self.where is None else self.where.index
 
 

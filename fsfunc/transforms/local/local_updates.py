@@ -276,8 +276,8 @@ class LocalUpdates(Interpretation):
             raise ValueError(
                 f"{self.called}: the state is the first argument of a step"
             )
-        # By `grad_fn`: a parameter of a module requires gradients, and is of no graph.
-        # Under torch.func tensors are wrapped, and do not tell.
+        # Asked by `grad_fn`, as a module's parameter requires gradients without being
+        # in a graph. Tensors that torch.func wraps have none to ask.
         leaves = tree.leaves(args[0])
         in_graph = any(isinstance(x, Tensor) and x.grad_fn is not None for x in leaves)
         if _torch.functorch_active() or in_graph and torch.is_grad_enabled():
