@@ -127,8 +127,8 @@ class _Flight:
 
     def finish(self, linear_map: LinearMap, group: RankGroup) -> Tensor:
         # A backend reads the input until the wait: some ranks might have got the values
-        # from before the write, and others those from after it. Inference tensors, which
-        # have no version, are not checked.
+        # from before the write, and others those from after it. Inference tensors have
+        # no version, and are not checked.
         if self.version is not None and self.version != self.sent._version:
             raise RuntimeError(
                 f"{linear_map.op} of shape {tuple(self.sent.shape)} over {group.name}: "
