@@ -41,8 +41,9 @@ from fsfunc.comm.operations import OPERATIONS, SUM, Sizes, Types
 AxisType: TypeAlias = Literal["V", "I", "R", "P"]
 """The types that a user names, as ``of`` and ``to`` of the collectives."""
 
-# The transposes of maps that send nothing, by op and types before and after: the op and
-# the types of the transpose. Those of collectives are in `OPERATIONS`. M counts as V.
+# The transposes of maps that send nothing, and of `collect`, which sends a psum: by op
+# and types before and after, the op and the types of the transpose. Those of
+# collectives are in `OPERATIONS`. M counts as V.
 # Rows with an asterisk have inputs that are equal on all ranks, whatever their type.
 LOCAL_TRANSPOSES: dict[str, Mapping[Types, tuple[str, str, str]]] = {
     "cast": {

@@ -1,9 +1,9 @@
 """Tensors of a module by their state-dict names, tied ones once.
 
 `from_module` begins here: it takes a module's tensors (`collect_tensors`), which become
-its parameters and buffers, and refuses modules that would compute something else as a
-copy without tensors. Among these are modules with functions that have the original
-module, or its tensors, in a closure (`check_closures`).
+its parameters and buffers. It refuses modules whose copy without tensors would compute
+something else, such as those with functions that have the original module, or its
+tensors, in a closure (`check_closures`).
 """
 
 from __future__ import annotations

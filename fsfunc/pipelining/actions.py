@@ -89,8 +89,9 @@ class ActionKind:
         return "W" in self.parts
 
 
-# Parsing, verification, timing, memory and charts read this table alone, so a kind is
-# added here and nowhere else (`tests/pipelining/test_kinds.py` adds one).
+# Parsing, verification, timing, memory and charts read this table alone, so a kind that
+# is made of the parts F, I and W is added here and nowhere else
+# (`tests/pipelining/test_kinds.py` adds one).
 _ALL = (
     ActionKind(
         "F", "forward", "#4c7cb8", "rail_response",

@@ -1,8 +1,8 @@
 """The model of charts over time, lanes of spans; and such a chart as text.
 
 `LaneChart` is the base of ``timeline`` and ``streams``. A `Lane` is what one stream of
-a rank does. Pictures have its spans as a row of bars (`LaneChart.row`), and over it a
-row of what the rank is at (`action_rows`); text has it in bands of columns (`bands`).
+a rank does. A picture draws it as a row of bars (`LaneChart.row`), and above that a row
+of the rank's actions (`action_rows`); text prints it in bands of columns (`bands`).
 """
 
 from __future__ import annotations

@@ -4,10 +4,10 @@ The function runs on fake tensors, and :class:`InitTape` notes each operator tha
 memory or writes into it, with its operands: a number for their storage, and their place
 in it. Views need no record: aliases, chunks and ``.data`` are right by themselves.
 
-:class:`Replay` gives the values. Where each operator that a leaf depends on is a draw,
-a constant, a copy or elementwise, and element i of the memory it writes depends on the
-elements i alone of other memory, a rank computes its own range of the leaf, block by
-block. That is so for what ``torch.nn.init`` fills (but for ``orthogonal_``, ``eye_``
+:class:`Replay` gives the values. A rank computes its own range of a leaf alone, block
+by block, if every operator behind the leaf is a draw, a constant, a copy or
+elementwise, and each element that they write depends only on the elements at the same
+place. That is so for what ``torch.nn.init`` fills (but for ``orthogonal_``, ``eye_``
 and ``sparse_``), for a row or a range filled apart, for casts, and for leaves that are
 chunks of one tensor. Any other leaf is computed whole on each rank, with all that it
 depends on, and the rank's part is copied: the same values, for more memory while that

@@ -106,7 +106,7 @@ def class_of(operator: _torch.OpOverload) -> OperatorClass:
     name = packet.__name__
     base = name[:-1] if name.endswith("_") and not name.endswith("__") else name
     tags = set(operator.tags)
-    # torch tags ``add`` and leaves out ``add_``: one in place has the tags of both.
+    # torch tags ``add`` but not ``add_``: an operator in place takes the tags of both.
     if base != name:
         packet_of_base = getattr(torch.ops.aten, base, None)
         functional = (

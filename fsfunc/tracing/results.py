@@ -1,7 +1,7 @@
 """The facts about an operator's result, from the facts about its operands.
 
-`result_facts` is called for each operator between units, by `typed_operators`, once the
-result's type is table. The other functions follow rows and gradients through operators,
+`typed_operators` calls `result_facts` for each operator between units, when it knows
+the result's type. The other functions follow rows and gradients through operators,
 for the rule "rows" (`provenance`).
 """
 

@@ -2,7 +2,8 @@
 
 Each passes an interpretation to `core.frames.transformed`: its ``call`` runs the
 function, and its ``unit`` and ``gradient`` reinterpret the calls inside. ``precision``,
-``donate`` and ``jit`` only change the frame.
+``donate`` and ``jit`` change the frame alone; ``donate`` marks the leaves of its state
+as gone too, and ``jit(whole_step=True)`` runs a graph in place of the function.
 
 How a unit call runs under ``shard``: `unit_calls` finds the buffers that it reads.
 `shard_runtime` gathers them, through `gathers` and a message of `messages.wire`, and

@@ -1,13 +1,13 @@
 """Collectives between processes: torch's own, or on the CPU pair by pair.
 
-torch's own are what is right on NCCL: `issue` starts one. Pair by pair (`Pairs`) a
+NCCL uses torch's own; `issue` starts one. Pair by pair (`Pairs`) a
 collective is messages between each two of its ranks, straight from and into the
 caller's buffers: the same bytes as a ring, without gloo's staging copies. Sums run in
 rank order, so their bits are those of the simulated ranks. ``ProcessLink`` chooses.
 
-Between hosts more of these bytes go: of a gather of P bytes over N hosts of D ranks
-D (N-1)/N P leave each host, a ring's (ND-1)/(ND) P, and (N-1)/N P in two levels, as
-``HierarchicalGather`` has them (``benchmarks/hosts.py`` counts what the kernel sent).
+Between hosts they send more. A gather of P bytes over N hosts of D ranks sends from
+each host D (N-1)/N P here, (ND-1)/(ND) P by a ring, and (N-1)/N P in two levels, as by
+``HierarchicalGather`` (``benchmarks/hosts.py`` counts what the kernel sent).
 """
 
 from __future__ import annotations
