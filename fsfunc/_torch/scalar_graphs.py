@@ -1,9 +1,9 @@
 """The scalar arithmetic of a graph, run ahead of it instead of compiled.
 
 The numbers of a state, and what optimizers make of them, are float64 scalars of the
-CPU. The kernels of a GPU take such values as arguments. But of arithmetic among them
-the compiler makes kernels of the CPU: in C++, for which a C++ compiler with its headers
-and trials of instruction sets takes longer than all kernels of the GPU.
+CPU. The kernels of a GPU take such values as arguments. But the compiler turns
+arithmetic among them into kernels of the CPU, in C++, whose build takes longer than
+that of all kernels of the GPU.
 """
 
 from __future__ import annotations

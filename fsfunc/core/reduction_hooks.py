@@ -1,10 +1,10 @@
 """Interfaces of transforms that take part in the reductions of ``shard``.
 
 ``shard`` sums the gradients of each packed buffer in the backward pass, as soon as the
-last unit call that reads the buffer has given its own. On this way a gradient is shown
-(`GradientObserver`), sent (`ReductionFeedback`) and used for an update
-(`GradientSteps`). Optimizers and messages implement these; here are the interfaces, as
-``shard`` is told of their objects by the frame alone.
+last unit call that reads the buffer has given its own. A `GradientObserver` sees each
+gradient before, a `ReductionFeedback` sends it, and `GradientSteps` update by the sum.
+Optimizers and messages implement these; the interfaces are here, as ``shard`` finds
+their objects in the frame alone.
 """
 
 from __future__ import annotations

@@ -1,10 +1,12 @@
 """Decides where an update computes when some of its tensors are offloaded.
 
 Optimizers ask here where a row is computed; files that write their own memory
-(`in_place`, `coded_moments`, `widening`) ask for a tensor's space themselves. Tensors of one row (a parameter,
-its gradient and its moments) are fetched to the device, unless all of them lie in host
-memory: then the host computes. A result that belongs to an offloaded tensor goes to
-that one's memory at once, so the device never has all results at a time.
+(`in_place`, `coded_moments`, `widening`) ask for a tensor's space themselves.
+
+Tensors of one row (a parameter, its gradient and its moments) are fetched to the
+device, unless all of them lie in host memory: then the host computes. A result that
+belongs to an offloaded tensor goes to that one's memory at once, so the device never
+has all results at a time.
 """
 
 from __future__ import annotations

@@ -17,9 +17,9 @@ the pipeline forward in time under a few rules of thumb, adds the named schedule
 takes the one that ends first.
 
 To add a schedule, write such a function here; its stages a rank are the default of its
-argument ``chunks``. `_named` lists those that `greedy` tries; for ``ff.search`` its name
-goes into ``planning.stack_search.ScheduleName``, and one that splits backwards is known
-to ``planning.outlines`` by a name with "zb".
+argument ``chunks``. `_named` lists those that `greedy` tries. For ``ff.search`` its
+name goes into ``planning.stack_search.ScheduleName``; ``planning.outlines`` knows one
+that splits backwards by a name with "zb".
 """
 
 from __future__ import annotations
