@@ -351,11 +351,11 @@ def test_residuals_are_read_in_other_streams_when_they_are_there(late):
     """A node in a stream of its own may be given what another one has fetched."""
     store = HostMemory()
     store.scratch(64, torch.uint8, "cpu")
-    held = offloading._Held(torch.arange(64.0), store)
-    first = held.here()
+    storage = offloading._StoredStorage(torch.arange(64.0), store)
+    first = storage.fetch()
     assert late.said == []
     with late.in_stream(late.other):
-        assert held.here() is first
+        assert storage.fetch() is first
     assert late.said == ["side waits for a copy in main"] and late.kept[-1] == "side"
 
 
