@@ -53,7 +53,7 @@ def scale_by_trust_ratio(
 
     Args:
         min_norm: what norms below count as.
-        trust_coefficient: above 0.
+        trust_coefficient: not negative.
         eps: added to the norm of the update.
         mask: ``mask(path, leaf)`` returns whether a leaf is scaled; by default all are.
 

@@ -133,7 +133,8 @@ def test_the_parts_make_the_batch(backend, sizes, data):
     [
         ([{"x": 1.0}, {"y": 1.0}], "rank 1 is given another structure"),
         ([1.0, 5.0], "rank 1 is given 5.0, not 1.0"),
-        ([torch.zeros(()), 0.0], "rank 1 is given 0.0, not tensor"),
+        ([torch.zeros(()), 0.0], "rank 1 is given 0.0, not "),
+        ([{}, []], "rank 1 is given another structure"),
     ],
 )
 def test_ranks_of_a_vmap_mesh_that_differ_in_what_is_no_tensor_are_refused(

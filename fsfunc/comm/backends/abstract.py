@@ -24,6 +24,7 @@ from fsfunc import _torch, tree
 from fsfunc._torch import fake_modes
 from fsfunc.comm.attribution import traceback_line
 from fsfunc.comm.backends.link import Done, GroupOfRanks, Handle, Link
+from fsfunc.comm.descriptions import describe_value
 from fsfunc.comm.ledgers import note
 from fsfunc.comm.linear_maps import LinearMap
 from fsfunc.comm.mesh import Here, Mesh, noting_axes_read, set_here
@@ -248,18 +249,20 @@ def run_vmapped(
     treedef: Any = None
     for rank, rank_args in enumerate(args):
         leaves, rank_treedef = tree.flatten(tuple(rank_args))
-        treedef = treedef or rank_treedef
+        treedef = rank_treedef if treedef is None else treedef
         # One function runs for all ranks: it would see one rank's tree in place of all.
         if rank_treedef != treedef:
             raise ValueError(_ODD_RANKS.format(rank, "another structure"))
         leaves_by_rank.append(leaves)
     columns = list(zip(*leaves_by_rank, strict=True))  # of a leaf, all ranks' values
     for column in columns:
-        for rank, x in enumerate(column):
-            if isinstance(x, Tensor) != isinstance(column[0], Tensor) or not (
-                isinstance(x, Tensor) or x is column[0] or x == column[0]
-            ):
-                raise ValueError(_ODD_RANKS.format(rank, f"{x!r}, not {column[0]!r}"))
+        if all(isinstance(x, Tensor) for x in column):
+            continue
+        # By description, as ranks of other meshes compare: NaN is equal to NaN.
+        first, *others = map(describe_value, column)
+        for rank, text in enumerate(others, 1):
+            if text != first:
+                raise ValueError(_ODD_RANKS.format(rank, f"{text}, not {first}"))
     batched = [
         i for i, c in enumerate(columns) if all(isinstance(x, Tensor) for x in c)
     ]
