@@ -100,6 +100,7 @@ class Worker:
         self.actions: Sequence[Action] = ()
         self.position: int = 0  # in `actions`, of the one that runs
         self.last_forward: int = 0  # in `actions`, of the last forward
+        self.last_send: int = 0
         self.done_early: set[Action] = set()  # actions that ran before their turn
         self.clock: ActionTimer  # of the action that runs
 
@@ -118,6 +119,8 @@ class Worker:
         self.actions, self.done_early = actions, set[Action]()
         forwards = [i for i, a in enumerate(actions) if a.traits.is_forward]
         self.last_forward = max(forwards, default=-1)
+        sends = [i for i, a in enumerate(actions) if a.traits.transfer == ">"]
+        self.last_send = max(sends, default=-1)
         draws_outside_units = any(m.cut.program.draws for m in self.microbatches)
         several_stages = len(stages_of(actions)) > 1
         tracer = self.frame.tracer or Tracer()
@@ -139,6 +142,8 @@ class Worker:
                     rounds.begin(self.position)
                 # A plan's turns are named by work: a transfer by what it carries.
                 tracer.begin_turn(kind.carries or kind.letter, action.microbatch, stage)
+                if action.is_compute:
+                    self._order_reductions(action)
                 with ActionTimer(self.rank_group.index, action) as self.clock:
                     (kind.run or getattr(type(self), f"_{kind.letter}"))(self, action)
                 # A send's handle keeps its tensor alive, so handles that are done go.
@@ -147,11 +152,37 @@ class Worker:
                     self.done_early.update(rounds.after(self.position))
             if not draws_outside_units and self.frame.seed is not None:
                 _check_undrawn(states)
+        self._order_reductions(None)
         for work in self.sends:
             work.wait()
         if rounds is not None:
             rounds.rounds.end()
         tracer.begin_turn("", 0)
+
+    def _order_reductions(self, action: Action | None) -> None:
+        """Has derivatives go before the reductions of a ``shard`` around the pipeline.
+
+        A derivative is what the rank of the stage before waits for, and all ranks
+        before that one. So reductions of what an action computes begin when it has sent
+        its derivative; until the rank's last send none of them is waited for.
+
+        A ``shard`` inside the pipeline reduces the gradients of each microbatch, so
+        that no rank has whole ones: there each reduction begins and ends in its turn.
+
+        Args:
+            action: the one that begins; None after the last one.
+        """
+        holds = others_wait = False
+        if action is not None:
+            others_wait = self.position < self.last_send
+            producers = self.microbatches[action.microbatch].cut.producers_of
+            holds = action.traits.outgoing == BACKWARD and any(
+                self.owners[p] != self.owners[action.stage]
+                for p, _ in producers(action.stage)
+            )
+        for _, runtime in self.frame.runtimes:
+            if runtime.sums.depth <= self.depth:
+                runtime.sums.order_reductions(holds, others_wait)
 
     # Forward
 

@@ -8,11 +8,13 @@ Those of one buffer are packed into one tensor, and take this way::
                    come              axis        this rank's range     of a buffer
 
 With offloaded parameters a gradient first waits in ``deferred`` until the unit's memory
-is free. `Gradients.take_sums` puts ``grads`` into the tree of gradients.
+is free; in a pipeline in ``held``, until the stage before has its derivative.
+`Gradients.take_sums` puts ``grads`` into the tree of gradients.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -67,7 +69,8 @@ class GradientSums:
     For ``accumulate`` loops inside, the microbatches' gradients are summed before they
     are reduced; with ``reduce_each`` each is reduced, and the sum of the parts is
     summed over replicas. One reduction is in flight at a time, and one sum over
-    replicas: each runs beside the backward of the next unit.
+    replicas: each runs beside the backward of the next unit. A pipeline has its
+    derivatives go first, by `order_reductions`.
 
     Attributes:
         grads: by the id of a buffer, its summed gradient so far.
@@ -81,6 +84,9 @@ class GradientSums:
         depth: the number of loops over microbatches around the gradient call.
         accumulating: gradients that wait for those of other microbatches.
         deferred: those that wait for the unit's memory, see ``defers``.
+        held: those whose reduction begins when a derivative has been sent.
+        holds: whether reductions are held now.
+        most_in_flight: the number of reductions in flight at a time.
         reducing: those whose reduction is in flight; ``summing_replicas``: those whose
             sum over replicas is.
     """
@@ -122,6 +128,8 @@ class GradientSums:
         self.unfinished_calls: dict[int, set[tuple[int, ...]]] = {}
         self.accumulating: dict[Hashable, _BufferGradient] = {}
         self.deferred: list[_BufferGradient] = []
+        self.held: list[_BufferGradient] = []
+        self.holds, self.most_in_flight = False, 1.0
         self.reducing: list[_BufferGradient] = []
         self.summing_replicas: list[_BufferGradient] = []
 
@@ -212,7 +220,7 @@ class GradientSums:
         """Returns uninitialised memory for the gradient of a whole packed buffer."""
         # The reduction before this one ends first: this gradient may have its memory,
         # so that the pool holds one buffer for both.
-        while self.reducing:
+        while self.reducing and self.most_in_flight == 1:
             self._finish_reduction()
         space, count = shard.space, shard.place.size * shard.place.chunk
         where = self.groups[shard.split_axes].where
@@ -271,13 +279,13 @@ class GradientSums:
         return True
 
     def _reduce(self, gradient: _BufferGradient, waits: bool = False) -> None:
-        """Starts a reduction, and waits for the one before; or defers it.
+        """Starts a reduction, and waits for the one before; or defers or holds it.
 
         Args:
             waits: whether it is not deferred, and waited for too.
         """
-        if self.defers and not waits:
-            self.deferred.append(gradient)
+        if (self.defers or self.holds) and not waits:
+            (self.deferred if self.defers else self.held).append(gradient)
             return
         shard, buffer = gradient.shard, gradient.tensor
         where = self.groups[shard.split_axes].where
@@ -293,9 +301,29 @@ class GradientSums:
         self.reducing.append(gradient)
         # One reduction runs beside the next unit's backward: a second one would hold
         # another whole buffer.
-        if waits or len(self.reducing) > 1:
-            del gradient, buffer
+        del gradient, buffer
+        while self.reducing and (waits or len(self.reducing) > self.most_in_flight):
             self._finish_reduction()
+
+    def order_reductions(self, holds: bool, others_wait: bool) -> None:
+        """Begins the reductions that were held; says how the next ones are ordered.
+
+        A stage of a pipeline has the sums of all microbatches as its last backward
+        begins, so that reductions cost no memory by coming later. With ``reduce_each``
+        or offloaded parameters it has not: there each one begins and ends in its turn.
+
+        Args:
+            holds: whether those to come are held until the next call of this.
+            others_wait: whether other ranks wait for what this one has still to send:
+                then no reduction is waited for.
+        """
+        if self.reduce_each or self.defers:
+            return
+        self.holds, self.most_in_flight = False, math.inf if others_wait else 1
+        while self.held:
+            with label(self.held[0].name, "backward"):
+                self._reduce(self.held.pop(0))
+        self.holds = holds
 
     def reduce_deferred(self) -> None:
         """Reduces deferred gradients, one buffer after the other."""

@@ -84,10 +84,11 @@ def shard(
     and those that are kept, and reduces each once: at most 3aP. zero 1 and 2: one
     gather and one reduction a unit, 2aP. zero=0: one all-reduce a unit, 2aP. And one
     psum of the loss. Over r replicas one all-reduce of each part, 2(r-1)/r of its
-    bytes. Reductions overlap with the backward of the units that follow. Ranks compare
-    what must be equal, batches along other axes, replicated leaves, optimizers with
-    their numbers and rates, in calls 1, 2, 4, 8 and so on of a state that was laid out:
-    gathers of 16 bytes, in no ledger.
+    bytes. Reductions overlap with the backward of the units that follow; those of a
+    stage, in a ``pipeline`` inside, begin when it has sent its last derivative, beside
+    what the stages before it compute. Ranks compare what must be equal, batches along
+    other axes, replicated leaves, optimizers with their numbers and rates, in calls 1,
+    2, 4, 8 and so on of a state that was laid out: gathers of 16 bytes, in no ledger.
 
     What is checked: the first call of each structure of arguments and each set of True
     and False among them, and with each set of shapes if the step itself combines leaves
