@@ -74,6 +74,15 @@ ROWS = (
     Row("torch_1f1b", "torch's 1F1B, four stages"),
     Row("four_stages", "1F1B, four stages", "torch_1f1b"),
     Row("pipeline", "1F1B over hosts, zero=2", "torch_1f1b"),
+    # Two pipelines of two ranks: what crosses is named.
+    Row("torch_f1b_data", "torch's 1F1B, DDP over hosts"),
+    Row("f1b_data", "1F1B, zero=0 over hosts", "torch_f1b_data"),
+    Row("torch_zbv_data", "torch's ZB-V, FSDP2 over hosts"),
+    Row("zbv_data", "ZB-V, zero=2 over hosts", "torch_zbv_data"),
+    Row("torch_f1b_pipe", "torch's 1F1B over hosts, DDP"),
+    Row("f1b_pipe", "1F1B over hosts, zero=0", "torch_f1b_pipe"),
+    Row("torch_zbv_pipe", "torch's ZB-V over hosts, FSDP2"),
+    Row("zbv_pipe", "ZB-V over hosts, zero=2", "torch_zbv_pipe"),
 )
 
 

@@ -16,6 +16,7 @@ import functools
 from collections.abc import Callable
 
 import torch
+import torch.distributed as dist
 from compared.models import cross_entropy, cut, layers
 from compared.peers import FLOAT, Competitor, Setting, adamw, loop
 from torch import Tensor, nn
@@ -50,13 +51,21 @@ def pipelined(
     schedule: Callable,
     chunks: int = 1,
     rank_of: Callable[[int, int], int] = looped,
+    group: dist.ProcessGroup | None = None,
+    parallel: Callable[[nn.Module], nn.Module] = lambda module: module,
+    batch: dict[str, Tensor] | None = None,
 ) -> Competitor:
-    """A step of `schedule`, which takes a list of stages where `chunks` is not one."""
+    """A step of `schedule`, which takes a list of stages where `chunks` is not one.
+
+    Beside data parallelism `setting` is of the ranks of one pipeline, which are the
+    `group` and have the `batch`; `parallel` wraps the module of a stage.
+    """
     n_stages = chunks * setting.ranks
     owners = [rank_of(stage, setting.ranks) for stage in range(n_stages)]
     mine = [s for s, owner in enumerate(owners) if owner == setting.rank]
-    modules = stage_modules(setting, mine, n_stages)
-    stages = [stage_of(setting, s, n_stages, modules[s]) for s in mine]
+    made = stage_modules(setting, mine, n_stages)
+    modules = {stage: parallel(module) for stage, module in made.items()}
+    stages = [stage_of(setting, s, n_stages, modules[s], group) for s in mine]
     microbatches = setting.microbatches
 
     def loss_fn(logits: Tensor, targets: Tensor) -> Tensor:
@@ -69,7 +78,7 @@ def pipelined(
         scale_grads=False,
     ).step
     optimizer = adamw([p for s in mine for p in modules[s].parameters()])
-    batch = setting.whole_batch()
+    batch = setting.whole_batch() if batch is None else batch
     inputs = [batch["tokens"]] if 0 in mine else []
     last = n_stages - 1 in mine
     target = batch["targets"] if last else None
@@ -97,7 +106,11 @@ def stage_modules(
 
 
 def stage_of(
-    setting: Setting, stage: int, n_stages: int, module: nn.Module
+    setting: Setting,
+    stage: int,
+    n_stages: int,
+    module: nn.Module,
+    group: dist.ProcessGroup | None = None,
 ) -> PipelineStage:
     """A stage that is told what a microbatch of one sequence looks like."""
     size = setting.size
@@ -117,6 +130,7 @@ def stage_of(
         output_args=hidden(size.vocabulary) if last else inside,
         input_grads=(None,) if first else inside,
         output_grads=hidden(size.vocabulary) if last else inside,
+        group=group,
     )
 
 

@@ -17,10 +17,11 @@ import torch
 from compared import ours, peers, peers_pipelined
 from compared.models import cut, functional_loss, init_params
 from compared.peers import ADAMW, FLOAT, Competitor, Setting, adamw, loop
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.pipelining import Schedule1F1B, ScheduleZBVZeroBubble
 from torch.nn.parallel import DistributedDataParallel
 
 import fsfunc as ff
@@ -135,16 +136,43 @@ def local(setting: Stream, *, slow: bool) -> Competitor:
     return dataclasses.replace(made, plan=plan)
 
 
-def pipelined(setting: Stream) -> Competitor:
-    """A stage a host, each at zero=2; the rows of two ranks go through both hosts."""
-    n, stages = HOSTS * setting.size.sequences, cut(setting.size, HOSTS)
+def pipelined(
+    setting: Stream,
+    *,
+    pipe: str = "node",
+    zero: int = 2,
+    schedule: str = "one_f_one_b",
+    chunks: int = 1,
+) -> Competitor:
+    """Pipelines along one axis, and copies of them along the other.
+
+    The ranks of a pipeline work on the rows that two ranks have elsewhere.
+    """
+    n, stages = 2 * setting.size.sequences, cut(setting.size, 2 * chunks)
+    data = _other(pipe)
 
     def around(step: Any, mesh: Any) -> Any:
-        step = ff.pipeline(step, mesh, "node", n_microbatches=n, stages=stages)
-        return ff.shard(step, mesh, "data", zero=2)
+        step = ff.pipeline(
+            step, mesh, pipe, n_microbatches=n, stages=stages,
+            schedule=getattr(ff.schedules, schedule),
+        )  # fmt: skip
+        return ff.shard(step, mesh, data, zero=zero)
 
-    first = HOSTS * (setting.rank % NEAR)
-    return _trained(setting, around, batch=setting.of(slice(first, first + HOSTS)))
+    return _trained(setting, around, batch=_rows_of_pipeline(setting, pipe))
+
+
+def _other(axis: str) -> str:
+    return next(other for other in AXES if other != axis)
+
+
+def _index(setting: Stream, axis: str) -> int:
+    """This rank's index along an axis."""
+    return setting.rank // NEAR if axis == "node" else setting.rank % NEAR
+
+
+def _rows_of_pipeline(setting: Stream, pipe: str) -> dict[str, Tensor]:
+    first = 2 * _index(setting, _other(pipe))
+    return setting.of(slice(first, first + 2))
 
 
 def four_stages(setting: Stream) -> Competitor:
@@ -239,9 +267,50 @@ def torch_1f1b(setting: Stream) -> Competitor:
     return dataclasses.replace(made, sent=_between_stages(setting))
 
 
-def _between_stages(setting: Stream) -> float:
+def torch_pipelined(
+    setting: Stream, *, pipe: str, sharded: bool, zero_bubble: bool
+) -> Competitor:
+    """Pipelines along one axis, DDP or `fully_shard` along the other.
+
+    FSDP2 keeps what it has gathered until the schedule lets go of it, as torch's own
+    pipelines ask for; DDP cannot be told of a backward in two halves.
+    """
+    mesh = init_device_mesh("cpu", (HOSTS, NEAR), mesh_dim_names=tuple(AXES))
+    data = mesh[_other(pipe)]
+
+    def parallel(module: nn.Module) -> nn.Module:
+        if not sharded:
+            group = data.get_group()
+            return DistributedDataParallel(
+                module, process_group=group, gradient_as_bucket_view=True
+            )
+        for layer in module.children():
+            fully_shard(layer, mesh=data, reshard_after_forward=False)
+        return fully_shard(module, mesh=data, reshard_after_forward=False)
+
+    made = peers_pipelined.pipelined(
+        Setting(setting.size, _index(setting, pipe), 2),
+        schedule=ScheduleZBVZeroBubble if zero_bubble else Schedule1F1B,
+        chunks=2 if zero_bubble else 1,
+        rank_of=peers_pipelined.folded if zero_bubble else peers_pipelined.looped,
+        group=mesh[pipe].get_group(),
+        parallel=parallel,
+        batch=_rows_of_pipeline(setting, pipe),
+    )
+    # Between hosts: two pipelines' borders, one or (there and back) two of each; or
+    # what four ranks send of their stages, each of half of the parameters.
+    if pipe == "node":
+        sent = 2.0 * _between_stages(setting, 2 * setting.size.sequences)
+        sent *= 2 if zero_bubble else 1
+    else:
+        sent = 2.0 * setting.size.parameters * FLOAT * (1.5 if sharded else 1.0)
+    return dataclasses.replace(made, sent=sent)
+
+
+def _between_stages(setting: Stream, microbatches: int | None = None) -> float:
     """What crosses one border: activations on, gradients back."""
-    return 2 * setting.microbatches * peers_pipelined.message_bytes(setting)
+    microbatches = setting.microbatches if microbatches is None else microbatches
+    return 2 * microbatches * peers_pipelined.message_bytes(setting)
 
 
 COMPETITORS: dict[str, Callable[[Stream], Competitor]] = {
@@ -264,4 +333,20 @@ COMPETITORS: dict[str, Callable[[Stream], Competitor]] = {
     "slowmo": functools.partial(local, slow=True),
     "four_stages": four_stages,
     "pipeline": pipelined,
+    "f1b_data": functools.partial(pipelined, pipe="data", zero=0),
+    "f1b_pipe": functools.partial(pipelined, pipe="node", zero=0),
+    "zbv_data": functools.partial(pipelined, pipe="data", schedule="zb_v", chunks=2),
+    "zbv_pipe": functools.partial(pipelined, pipe="node", schedule="zb_v", chunks=2),
+    "torch_f1b_data": functools.partial(
+        torch_pipelined, pipe="data", sharded=False, zero_bubble=False
+    ),
+    "torch_f1b_pipe": functools.partial(
+        torch_pipelined, pipe="node", sharded=False, zero_bubble=False
+    ),
+    "torch_zbv_data": functools.partial(
+        torch_pipelined, pipe="data", sharded=True, zero_bubble=True
+    ),
+    "torch_zbv_pipe": functools.partial(
+        torch_pipelined, pipe="node", sharded=True, zero_bubble=True
+    ),
 }

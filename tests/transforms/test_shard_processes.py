@@ -7,6 +7,7 @@ parameters' bits, what each rank sent, the actions that it did, and what was pla
 import hashlib
 import json
 import os
+import re
 import sys
 from pathlib import Path
 
@@ -15,6 +16,7 @@ import torch
 
 import fsfunc as ff
 from fsfunc import tree
+from fsfunc.transforms.gradient_sums import GradientSums
 from tests.planning.comparing import facts, own, planned_and_run
 
 S = ff.schedules
@@ -52,6 +54,11 @@ SCHEMES = {
         "zb_v, zero=2": {
             "order": ("remat", "pipeline", "shard"), "schedule": S.zb_v, "zero": 2,
         },
+        "zb_v, zero=0": {
+            "order": ("pipeline", "shard"), "schedule": S.zb_v, "zero": 0,
+            "planned": True,
+        },
+        "1f1b, zero=0": {"order": ("pipeline", "shard"), "zero": 0, "planned": True},
         "accumulated": {"order": ("pipeline", "accumulate", "shard"), "m": 2},
     },
 }  # fmt: skip
@@ -196,8 +203,25 @@ def fail(mesh):
     grad(params_of(), batches(1)[0])
 
 
+def fail_beside(mesh):
+    """Rank 1 raises as it goes on beside a reduction in flight."""
+    order = GradientSums.order_reductions
+
+    def breaking(self, holds, others_wait):
+        order(self, holds, others_wait)
+        if self.reducing and others_wait and self.groups.where.rank == 1:
+            raise ArithmeticError("beside a reduction")
+
+    GradientSums.order_reductions = breaking
+    run(mesh, **SCHEMES["data pipe"]["zb_v, zero=2"])
+
+
 def main():
     torch.set_num_threads(1)
+    if sys.argv[1] == "fail_beside":
+        mesh = mesh_of("data pipe", None)
+        ff.spmd(lambda: fail_beside(mesh), mesh)()
+        return
     if sys.argv[1] == "fail":
         mesh = mesh_of("pipe", None)
         ff.spmd(lambda: fail(mesh), mesh)()
@@ -258,3 +282,12 @@ def test_bare_calls_under_processes(processes):
 
 if __name__ == "__main__":
     main()
+
+
+def test_a_rank_that_raises_beside_reductions_in_flight_is_named(processes):
+    """By every other process, within a second and not after a timeout."""
+    with pytest.raises(AssertionError) as raised:
+        processes(Path(__file__), 4, "fail_beside", timeout=60)
+    text = str(raised.value)
+    assert "ArithmeticError: beside a reduction" in text
+    assert re.search(r"PeerFailed: .*rank 1", text)
