@@ -29,6 +29,14 @@ def inputs():
     return parameters(CALLS, ("layers",), 5), {key: made[key] for key in "xy"}
 
 
+def planned(mesh, schedule, zero):
+    """The plan of a train step."""
+    optimizer, (params, batch) = ff.sgd(0.5), inputs()
+    step = pipelined(optimizer(ff.value_and_grad(chain)), mesh, schedule, zero)
+    rows = {key: x[:8] for key, x in batch.items()}
+    return ff.plan(step, lambda: params, optimizer, rows)
+
+
 def in_turn(monkeypatch):
     """Each reduction begins as its gradient is there, and ends before the next one."""
     monkeypatch.setattr(GradientSums, "order_reductions", lambda *_: None)
@@ -100,9 +108,7 @@ def is_derivative(record):
 def test_a_derivative_is_sent_before_a_reduction_is_waited_for(schedule, zero):
     """In the plan's events, whose ledger the run's is, in its order."""
     mesh = ff.make_mesh({"pipe": 2, "data": 2}, "abstract")
-    step = pipelined(ff.value_and_grad(chain), mesh, schedule, zero)
-    plan = ff.plan(step, *inputs())
-    for rank in plan.ranks:
+    for rank in planned(mesh, schedule, zero).ranks:
         started, last_send, first_wait, begun = {}, -1, len(rank.events), []
         for place, event in enumerate(rank.events):
             if isinstance(event, Started) and event.record is not None:
@@ -125,18 +131,28 @@ def test_a_derivative_is_sent_before_a_reduction_is_waited_for(schedule, zero):
 
 def test_the_run_sends_in_the_order_of_its_plan():
     step = lambda mesh: pipelined(ff.value_and_grad(chain), mesh, "zb_v", 2)  # noqa: E731
-    every = with_ledger(step, *inputs(), mesh=MESH)
-    abstract = ff.make_mesh(dict(MESH.axes), "abstract")
-    plan = ff.plan(step(abstract), *inputs())
-    for rank, (_, log) in enumerate(every):
-        planned = [(r.op, r.axis, r.what) for r in plan[rank].ledger.records]
-        assert [(r.op, r.axis, r.what) for r in log.records] == planned
+
+    def main():
+        params, batch = inputs()
+        mine, step_here = ff.local_batch(batch, MESH, "data"), step(MESH)
+        placed = ff.place(step_here, params, mine)
+        plan = ff.plan(step_here, placed, mine)
+        with ff.ledger() as log:
+            step_here(placed, mine)
+        order = lambda records: [(r.op, r.axis, r.what) for r in records]  # noqa: E731
+        assert order(log.records) == order(plan.ranks[0].records)
+        return len(log.records)
+
+    assert min(ff.spmd(main, MESH)()) > 2 * M
 
 
 def wide(params, x):
     for p in params["layers"]:
         x = layer(p, x)
     return x.square().mean()
+
+
+SLOW = ff.hardware.replace(ff.hardware.H100, levels=(ff.Level(0, 5e9, 1e-5),))
 
 
 def estimated(stages, ranks, zero, width=4096):
@@ -147,23 +163,19 @@ def estimated(stages, ranks, zero, width=4096):
     optimizer, batch = ff.sgd(0.1), torch.zeros(8 * 256, width)
     step = pipelined(optimizer(ff.value_and_grad(wide)), mesh, zero=zero, m=8)
     plan = ff.plan(step, init, optimizer, batch)
-    return plan, ff.estimate(plan, ff.hardware.H100)
+    return plan, ff.estimate(plan, SLOW)
 
 
-@pytest.mark.parametrize("zero", [0, 2])
-def test_reductions_of_stages_take_their_time_at_once(zero, monkeypatch):
+def test_reductions_of_stages_take_their_time_at_once(monkeypatch):
     """A plan's time is that of computing and of one stage's reductions."""
-    plan, found = estimated(4, 16, zero)
-    alone = estimated(4, 1, zero)[1].seconds
+    plan, found = estimated(4, 16, zero=0)
+    alone = estimated(4, 1, zero=0)[1].seconds
     on_link = [
         sum(s.end - s.start for s in found.spans if s[:2] == (rank.rank, "data"))
         for rank in plan.ranks
     ]
     in_turn(monkeypatch)
-    turns, slower = estimated(4, 16, zero)
-    print(
-        found.seconds, slower.seconds, alone, on_link, plan.peak_bytes, turns.peak_bytes
-    )
+    turns, slower = estimated(4, 16, zero=0)
     assert found.seconds < alone + 1.1 * max(on_link)
     assert slower.seconds > alone + 1.5 * max(on_link)
     assert plan.peak_bytes <= 1.01 * turns.peak_bytes
@@ -173,19 +185,19 @@ def test_a_rank_that_raises_beside_reductions_in_flight_is_named(monkeypatch):
     """And nothing of the failed step is left: the next one has one device's bits."""
     order, sums = GradientSums.order_reductions, weakref.WeakSet()
     grad, given = ff.value_and_grad(chain), inputs()
-    wrap = lambda mesh: pipelined(grad, mesh, "zb_v", 2)  # noqa: E731
+    wrap = lambda mesh: pipelined(grad, mesh, "interleaved", 2)  # noqa: E731
 
     def breaking(self, holds, others_wait):
         order(self, holds, others_wait)
         sums.add(self)
-        if self.reducing and others_wait and self.groups.where.rank == 1:
+        if self.reducing and others_wait and self.groups.where.rank == 3:
             raise ArithmeticError("beside a reduction")
 
     with monkeypatch.context() as patched:
         patched.setattr(GradientSums, "order_reductions", breaking)
         with pytest.raises(ArithmeticError, match="beside a reduction") as raised:
             with_ledger(wrap, *given, mesh=MESH)
-    assert any("simulated rank 1" in note for note in raised.value.__notes__)
+    assert any("simulated rank 3" in note for note in raised.value.__notes__)
     del raised
     gc.collect()
     assert not sums
