@@ -14,7 +14,6 @@ is free; in a pipeline in ``held``, until the stage before has its derivative.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -171,13 +170,16 @@ class GradientSums:
 
         Args:
             later: the packed gradient of later calls that share the buffer, to which
-                these are added.
+                these are added; None: they are added to the sum of earlier microbatches
+                where it lies, if there is one.
 
         Returns:
             the buffer; in a graph the parts of it, which `pack_parts` makes one.
         """
         if self.packs_in_graph:
             return gradients_by_offset(call.views, grads, call.dtypes.reduced, later)
+        sum_so_far = self._sum_so_far(call, shard) if later is None else None
+        later = sum_so_far if later is None else later
         buffer = self._allocate(call, shard) if later is None else later
         count_as("gradients", [buffer, *grads])
         targets, sources, repeated, end = [], [], [], 0
@@ -189,7 +191,10 @@ class GradientSums:
             # A leaf that the unit was given twice: added below, as `_foreach_copy_`
             # would leave one of the two gradients.
             if offset < end:
-                repeated.append((targets[-1], g))
+                if sum_so_far is None:
+                    repeated.append((targets[-1], g))
+                else:  # the sum of one microbatch, before it is added to the others'
+                    sources[-1] = sources[-1].to(buffer.dtype) + g.to(buffer.dtype)
                 continue
             # The memory is a pool's: where no gradient is written, it must be zero.
             if offset > end and later is None:
@@ -215,6 +220,19 @@ class GradientSums:
             wait_for(buffer)
             target.add_(g.to(_torch.device_of(target), target.dtype))
         return buffer
+
+    def _sum_so_far(self, call: GatheredCall, shard: FlatShard) -> Tensor | None:
+        """Returns the sum of other microbatches' gradients, if it can be added to.
+
+        A buffer of their own would be one write and one read more of all gradients.
+        """
+        # Observers see each microbatch's, and calls that share a buffer hand on theirs;
+        # with ``reduce_each`` the sum is one of ranges, offloaded it is not here.
+        apart = self.reduce_each or self.defers or self.observed is not None
+        if apart or call.shares_previous or not call.summed_by_runtime:
+            return None
+        before = self.accumulating.get((id(shard), call.key))
+        return before.tensor if before and before.dtype == call.dtypes.reduced else None
 
     def _allocate(self, call: GatheredCall, shard: FlatShard) -> Tensor:
         """Returns uninitialised memory for the gradient of a whole packed buffer."""
@@ -265,7 +283,8 @@ class GradientSums:
             # The sum so far lies where this gradient was computed, or, with offloaded
             # parameters, in their store.
             if _torch.device_of(gradient.tensor) == _torch.device_of(stored):
-                wait_for(gradient.tensor).add_(wait_for(stored))
+                if stored is not gradient.tensor:  # else `pack` has added to it
+                    wait_for(gradient.tensor).add_(wait_for(stored))
             else:
                 # No wait on the host: memory of the store is reused in the order of
                 # copies, or by a reader that waits for this one.
@@ -319,7 +338,7 @@ class GradientSums:
         """
         if self.reduce_each or self.defers:
             return
-        self.holds, self.most_in_flight = False, math.inf if others_wait else 1
+        self.holds, self.most_in_flight = False, float("inf") if others_wait else 1
         while self.held:
             with label(self.held[0].name, "backward"):
                 self._reduce(self.held.pop(0))

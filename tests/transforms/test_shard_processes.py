@@ -56,7 +56,9 @@ SCHEMES = {
         },
         "zb_v, zero=0": {
             "order": ("pipeline", "shard"), "schedule": S.zb_v, "zero": 0,
-            "planned": True,
+        },
+        "interleaved, zero=2": {
+            "order": ("pipeline", "shard"), "schedule": S.interleaved_1f1b, "zero": 2,
         },
         "1f1b, zero=0": {"order": ("pipeline", "shard"), "zero": 0, "planned": True},
         "accumulated": {"order": ("pipeline", "accumulate", "shard"), "m": 2},
@@ -213,7 +215,7 @@ def fail_beside(mesh):
             raise ArithmeticError("beside a reduction")
 
     GradientSums.order_reductions = breaking
-    run(mesh, **SCHEMES["data pipe"]["zb_v, zero=2"])
+    run(mesh, **SCHEMES["data pipe"]["interleaved, zero=2"])
 
 
 def main():
