@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 import fsfunc as ff
 from fsfunc import tree
-from tests.checks import all_refused, same, simulated
+from fsfunc.transforms.gradient_sums import GradientSums
+from tests.checks import all_refused, on_ranks, same, simulated
 from tests.models import integers
 from tests.probes import LiveBytes
 
@@ -213,3 +214,37 @@ def test_sums_too_narrow_for_so_many_terms_are_told(name):
 
     said = ff.spmd(main, mesh)()[0]
     assert ("128 microbatches are added in torch.bfloat16" in said) == told
+
+
+def test_gradients_are_added_where_the_sum_of_microbatches_lies(monkeypatch):
+    """With the bits of buffers of their own, also of a leaf that a unit has twice."""
+
+    @ff.unit
+    def twice(p, x):
+        return torch.tanh(x @ p["a"]) @ p["b"]
+
+    def loss(params, x):
+        for w in params:
+            x = twice({"a": w, "b": w}, x)
+        return x.square().mean()
+
+    draw = torch.Generator().manual_seed(2)
+    params = [torch.randn(4, 4, generator=draw) for _ in range(2)]
+    batch, mesh = torch.randn(16, 4, generator=draw), simulated()
+    step = ff.shard(ff.accumulate(ff.value_and_grad(loss), 4), mesh, "data", zero=2)
+    allocate, counts = GradientSums._allocate, []
+
+    def run():
+        made = []
+        counted = lambda *args: made.append(1) or allocate(*args)  # noqa: E731
+        monkeypatch.setattr(GradientSums, "_allocate", counted)
+        found = on_ranks(step, params, batch, mesh=mesh, calls=2)
+        counts.append(len(made))
+        return found
+
+    run()  # is checked before it runs
+    together = run()
+    monkeypatch.setattr(GradientSums, "_sum_so_far", lambda *_: None)
+    for found, expected in zip(together, run(), strict=True):
+        same(found, expected)
+    assert 4 * counts[1] == counts[2]

@@ -287,9 +287,9 @@ if __name__ == "__main__":
 
 
 def test_a_rank_that_raises_beside_reductions_in_flight_is_named(processes):
-    """By every other process, within a second and not after a timeout."""
+    """By the other processes, and not after a timeout."""
     with pytest.raises(AssertionError) as raised:
         processes(Path(__file__), 4, "fail_beside", timeout=60)
     text = str(raised.value)
     assert "ArithmeticError: beside a reduction" in text
-    assert re.search(r"PeerFailed: .*rank 1", text)
+    assert re.search(r"PeerFailed.*rank 1 (closed its connection|raised)", text, re.S)
