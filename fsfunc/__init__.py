@@ -155,6 +155,7 @@ if TYPE_CHECKING:
     from fsfunc.pipelining.timing import Costs, bubble, clock
     from fsfunc.pipelining.verification import verify
     from fsfunc.planning import hardware
+    from fsfunc.planning.allocation import fits
     from fsfunc.planning.calibration import measure_hardware
     from fsfunc.planning.estimation import estimate
     from fsfunc.planning.machines import Hardware, Level
@@ -221,6 +222,7 @@ if TYPE_CHECKING:
         "estimate",
         "eval_params",
         "Flat",
+        "fits",
         "from_module",
         "from_torch",
         "full_traceback",
@@ -370,6 +372,7 @@ _LATER = {
         "fsfunc.pipelining.stage_plans": "balance",
         "fsfunc.pipelining.timing": "Costs bubble clock",
         "fsfunc.pipelining.verification": "verify",
+        "fsfunc.planning.allocation": "fits",
         "fsfunc.planning.calibration": "measure_hardware",
         "fsfunc.planning.estimation": "estimate",
         "fsfunc.planning.hardware": "hardware",

@@ -24,8 +24,7 @@ from compared.models import concatenate_flat
 from torch import Tensor
 
 import fsfunc as ff
-from fsfunc.planning.allocation import reserved_bytes
-from fsfunc.planning.events import Allocated
+from fsfunc.planning.allocation import reserved_bytes, stream_of_fsdp2
 from fsfunc.planning.hardware import H100_500W
 from fsfunc.planning.planner import plan
 from fsfunc.planning.plans import Plan, RankPlan
@@ -144,11 +143,8 @@ def planned(size: Llama, ranks: int, compiled: bool) -> Plan:
 def reserved_by_fsdp2(own: RankPlan) -> int:
     """The bytes that torch reserves for a rank's plan, by FSDP2's streams."""
 
-    def stream(took: Allocated) -> str:
-        packed = own.kinds.get(took.storage) == "gradients" and "mm" not in took.op
-        return "reductions" if packed else ""
-
-    return reserved_bytes(own.events, own.kinds, H100_500W.memory, stream)
+    memory = H100_500W.memory
+    return reserved_bytes(own.events, own.kinds, memory, stream_of_fsdp2(own))
 
 
 def show(quick: bool = False) -> list[dict[str, Any]]:

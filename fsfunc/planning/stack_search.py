@@ -108,7 +108,8 @@ def search(
             mesh, or of several. "data" cuts the batch, parameters are repeated along
             "node", stages lie along "pipe".
         hardware: the machine to estimate the time on.
-        memory: bytes that a rank may hold; by default the hardware's.
+        memory: bytes that a rank may need; by default the hardware's, of which its
+            ``margin`` is kept free.
         zero, remat: what to try, such as ``remat=(None, ff.SaveOnly("attention"))``.
         accumulate: numbers of parts; by default powers of two that divide the rows of
             a rank. If gradients are sharded, they are reduced once a step, and in other
@@ -181,7 +182,7 @@ def search(
         dims=dims or {},
         layouts=layouts or {},
     )
-    bound = hardware.memory if memory is None else memory
+    bound = hardware.usable if memory is None else memory
     if not bound > 0:
         raise ValueError(f"memory={memory!r}: a rank may hold some bytes")
     if plans is not None and plans < 1:
