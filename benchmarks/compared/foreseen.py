@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import resource
 import statistics
 from typing import Any
 
 import torch.distributed as dist
-from compared.measuring import alternate
+from compared.measuring import alternate, resident
 from compared.models import Size
 from compared.ours import build
 from compared.peers import Setting
 
 import fsfunc as ff
+from fsfunc.planning.allocation import fits
 from fsfunc.planning.calibration import measure_hardware
 from fsfunc.planning.estimation import estimate
+from fsfunc.planning.hardware import CPU, replace
 
 
 def foresee(task: dict[str, Any]) -> dict[str, Any]:
@@ -43,3 +46,21 @@ def foresee(task: dict[str, Any]) -> dict[str, Any]:
             }
         )
     return {"rows": rows, "hardware": repr(hardware)}
+
+
+def occupy(task: dict[str, Any]) -> dict[str, Any]:
+    """Bytes that one scheme is planned to hold, and what the process came to hold.
+
+    Resident is the kernel's high-water mark (`resource.getrusage`) over the whole life
+    of the process: its imports, the first state, the first step with its checks, and
+    four more. ``process`` is what it held before it made a tensor.
+    """
+    size = Size(**task["size"])
+    process = resident()
+    competitor = build(Setting(size, task["rank"], task["ranks"]), **task["scheme"])
+    for _ in range(task["rounds"]):
+        competitor.step()
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    hardware = replace(CPU, process=process)
+    fit = fits(competitor.plan(), hardware)
+    return {"needed": fit.needed, "process": process, "resident": peak}

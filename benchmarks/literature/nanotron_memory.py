@@ -56,7 +56,7 @@ class Size:
     sequences: int = 1024
 
 
-QUICK = Size(64, 4, 128, 24, 256, 32, 64)
+QUICK = Size(256, 32, 512, 24, 256, 32)
 
 
 @dataclass(frozen=True)

@@ -34,7 +34,7 @@ from fsfunc.planning.machines import Hardware
 from fsfunc.planning.search_results import Search, front_of
 from fsfunc.planning.stacks import PIPE, Choice, Stack
 from fsfunc.planning.trials import Training, Trials
-from fsfunc.printing.tables import of_bytes
+from fsfunc.printing.tables import of_bytes, of_share
 from fsfunc.state.initialization import init_state
 from fsfunc.state.layout_rules import LayoutRules
 from fsfunc.transforms.policies import Mode, Policy
@@ -280,12 +280,23 @@ def _make_result(trials: Trials) -> Search:
         cause = trials.errors[0] if trials.errors and not trials.tried else None
         raise ValueError(_explain_nothing(trials)) from cause
     front = tuple(front_of(fitting))
-    return Search(front, tuple(trials.tried), tuple(trials.skipped), trials.memory)
+    tried, skipped = tuple(trials.tried), tuple(trials.skipped)
+    return Search(front, tried, skipped, trials.memory, _describe_margin(trials))
+
+
+def _describe_margin(trials: Trials) -> str:
+    """Returns what a search keeps free; "" if its memory was given to it."""
+    hardware = trials.hardware
+    if trials.memory != hardware.usable or not hardware.margin:
+        return ""
+    share = of_share(hardware.margin, 1)
+    return f" ({share} of {of_bytes(hardware.memory)} is kept free)"
 
 
 def _explain_nothing(trials: Trials) -> str:
     """Returns why there is no stack to give."""
-    limit = f"the {of_bytes(trials.memory)} that a rank may hold"
+    kept = _describe_margin(trials)
+    limit = f"the {of_bytes(trials.memory)} that a rank may hold{kept}"
     total = len(trials.tried) + len(trials.skipped)
     if trials.tried:
         closest = min(trials.tried, key=lambda c: c.needed_bytes)
