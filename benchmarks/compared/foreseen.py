@@ -1,4 +1,4 @@
-"""One rank's side of foresight.py: measure the machine, estimate, run."""
+"""One rank's side of foresight.py: measure the machine, estimate, run, and memory."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import statistics
 from typing import Any
 
 import torch.distributed as dist
-from compared.measuring import alternate, resident
+from compared.measuring import alternate
 from compared.models import Size
 from compared.ours import build
 from compared.peers import Setting
@@ -16,7 +16,7 @@ import fsfunc as ff
 from fsfunc.planning.allocation import fits
 from fsfunc.planning.calibration import measure_hardware
 from fsfunc.planning.estimation import estimate
-from fsfunc.planning.hardware import CPU, replace
+from fsfunc.planning.hardware import CPU
 
 
 def foresee(task: dict[str, Any]) -> dict[str, Any]:
@@ -49,18 +49,14 @@ def foresee(task: dict[str, Any]) -> dict[str, Any]:
 
 
 def occupy(task: dict[str, Any]) -> dict[str, Any]:
-    """Bytes that one scheme is planned to hold, and what the process came to hold.
+    """Bytes that a scheme is planned to need, and the most that its process held.
 
-    Resident is the kernel's high-water mark (`resource.getrusage`) over the whole life
-    of the process: its imports, the first state, the first step with its checks, and
-    four more. ``process`` is what it held before it made a tensor.
+    Resident is the kernel's high-water mark over the whole life of the process: its
+    imports, the first state, the first step with its checks, and the others.
     """
     size = Size(**task["size"])
-    process = resident()
     competitor = build(Setting(size, task["rank"], task["ranks"]), **task["scheme"])
     for _ in range(task["rounds"]):
         competitor.step()
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    hardware = replace(CPU, process=process)
-    fit = fits(competitor.plan(), hardware)
-    return {"needed": fit.needed, "process": process, "resident": peak}
+    return {"needed": fits(competitor.plan(), CPU).needed, "resident": peak}
