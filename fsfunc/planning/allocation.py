@@ -55,6 +55,9 @@ class Allocator:
     Args:
         capacity: bytes of the device. If a new segment would not fit, all free segments
             are released first.
+        expandable: whether a pool is one segment that grows by 2 or 20 MiB, as by
+            ``PYTORCH_ALLOC_CONF=expandable_segments:True``: free blocks at its end are
+            made larger, and every remainder is split off.
 
     Attributes:
         reserved, peak: bytes of all segments, now and at most.
@@ -65,12 +68,16 @@ class Allocator:
     peak: int
     releases: int
 
-    def __init__(self, capacity: float = float("inf")) -> None:
-        self.capacity = capacity
+    def __init__(
+        self, capacity: float = float("inf"), expandable: bool = False
+    ) -> None:
+        self.capacity, self.expandable = capacity, expandable
         self.reserved = self.peak = self.releases = self._count = 0
         # By pool: (size, number, block) of free blocks, sorted, to find the best fit.
         self._free_blocks: dict[tuple[str, bool], list[tuple[int, int, _Block]]]
         self._free_blocks = defaultdict(list)
+        # By pool: the last block of a segment that grows.
+        self._ends: dict[tuple[str, bool], _Block] = {}
 
     def allocate(self, size: int, stream: str = "") -> _Block:
         """Returns a block for ``size`` bytes."""
@@ -84,13 +91,15 @@ class Allocator:
             block = self._new_segment(size, (stream, is_small))
         block.is_free = False
         # A large block is only split if more than 1 MiB remains, as torch does.
-        remaining = block.size - size
-        if remaining >= _BLOCK if is_small else remaining > _SMALL:
+        remaining, splits_all = block.size - size, is_small or self.expandable
+        if remaining >= _BLOCK if splits_all else remaining > _SMALL:
             remainder = self._new_block(remaining, block.pool)
             remainder.previous, remainder.next = block, block.next
             if block.next is not None:
                 block.next.previous = remainder
             block.size, block.next = size, remainder
+            if self._ends.get(block.pool) is block:
+                self._ends[block.pool] = remainder
             self._insert_free(remainder)
         return block
 
@@ -109,25 +118,54 @@ class Allocator:
             first.next = second.next
             if second.next is not None:
                 second.next.previous = first
+            if self._ends.get(second.pool) is second:
+                self._ends[second.pool] = first
             block = first
         self._insert_free(block)
 
     def _new_segment(self, size: int, pool: tuple[str, bool]) -> _Block:
+        if self.expandable:
+            return self._grow(size, pool)
         if pool[1]:
             size = _SMALL_SEGMENT
         elif size < _LARGE:
             size = _LARGE_SEGMENT
         else:
             size = -(-size // _ROUND) * _ROUND
+        self._reserve(size)
+        return self._new_block(size, pool)
+
+    def _reserve(self, size: int) -> None:
         if self.reserved + size > self.capacity:
             self._release_segments()
             self.releases += 1
         self.reserved += size
         self.peak = max(self.peak, self.reserved)
-        return self._new_block(size, pool)
+
+    def _grow(self, size: int, pool: tuple[str, bool]) -> _Block:
+        """Returns the end of a pool's segment, made large enough for ``size``."""
+        last, step = self._ends.get(pool), _growth(pool)
+        held = last.size if last is not None and last.is_free else 0
+        added = -(-(size - held) // step) * step
+        if held and last is not None:  # not to be released for its own sake
+            self._remove_free(last)
+        self._reserve(added)
+        if held and last is not None:
+            last.size += added
+            return last
+        block = self._ends[pool] = self._new_block(added, pool)
+        block.previous = last
+        if last is not None:
+            last.next = block
+        return block
 
     def _release_segments(self) -> None:
-        """Releases to the driver each segment that is one free block."""
+        """Releases to the driver each segment that is one free block.
+
+        Of segments that grow, it releases what is free in them, in whole steps.
+        """
+        if self.expandable:
+            return self._release_steps()
         for free_blocks in self._free_blocks.values():
             whole_segments = [
                 x for x in free_blocks if x[2].previous is None and x[2].next is None
@@ -135,6 +173,23 @@ class Allocator:
             for entry in whole_segments:
                 free_blocks.remove(entry)
                 self.reserved -= entry[2].size
+
+    def _release_steps(self) -> None:
+        for pool, free_blocks in self._free_blocks.items():
+            step, kept = _growth(pool), []
+            for size, number, block in free_blocks:
+                self.reserved -= size // step * step
+                block.size = size % step
+                # A hole: what lies beside it is no neighbour any more.
+                if size >= step and block.next is not None:
+                    block.next.previous = block.next = None
+                if block.size:
+                    kept.append((block.size, number, block))
+                elif block.previous is not None:
+                    block.previous.next = None
+                if not block.size and self._ends.get(pool) is block:
+                    del self._ends[pool]
+            self._free_blocks[pool] = sorted(kept, key=lambda entry: entry[:2])
 
     def _new_block(self, size: int, pool: tuple[str, bool]) -> _Block:
         self._count += 1
@@ -147,6 +202,11 @@ class Allocator:
     def _remove_free(self, block: _Block) -> None:
         free_blocks = self._free_blocks[block.pool]
         free_blocks.pop(bisect_left(free_blocks, (block.size, block.number)))
+
+
+def _growth(pool: tuple[str, bool]) -> int:
+    """Returns the bytes by which a segment of a pool grows."""
+    return _SMALL_SEGMENT if pool[1] else _LARGE_SEGMENT
 
 
 def reserved_bytes(
@@ -272,7 +332,13 @@ class Fit:
 STREAMS = ("one", "fsdp2")
 
 
-def fits(plan: Plan, hardware: Hardware, *, streams: str = "one") -> Fit:
+def fits(
+    plan: Plan,
+    hardware: Hardware,
+    *,
+    streams: str = "one",
+    expandable_segments: bool = False,
+) -> Fit:
     """Returns whether a plan has room, on the device and in the stores beside it.
 
     It has if what it needs leaves the hardware's ``margin`` free. If the device has a
@@ -288,6 +354,8 @@ def fits(plan: Plan, hardware: Hardware, *, streams: str = "one") -> Fit:
             buffers on the stream that computes; "fsdp2" is that of FSDP2 for the same
             step, which reduces gradients on a stream of its own, whose memory has no
             other use.
+        expandable_segments: whether torch's allocator is told so, by
+            ``PYTORCH_ALLOC_CONF=expandable_segments:True``.
 
     Returns:
         A ``Fit``, true or false; as text, a line with what is needed and what is free.
@@ -306,7 +374,9 @@ def fits(plan: Plan, hardware: Hardware, *, streams: str = "one") -> Fit:
     if streams not in STREAMS:
         names = " or ".join(f'"{name}"' for name in STREAMS)
         raise ValueError(f"streams={streams!r} is {names}")
-    needs = [_needed_by(own, hardware, streams) for own in plan.ranks]
+    needs = [
+        _needed_by(own, hardware, streams, expandable_segments) for own in plan.ranks
+    ]
     fullest = max(range(len(needs)), key=lambda i: needs[i][0])
     (needed, retries), own = needs[fullest], plan.ranks[fullest]
     beside = sum(store[2] for store in hardware.stores.values()) or float("inf")
@@ -322,7 +392,9 @@ def needed_bytes(plan: Plan, hardware: Hardware) -> int:
     return fits(plan, hardware).needed
 
 
-def _needed_by(own: RankPlan, hardware: Hardware, streams: str) -> tuple[int, int]:
+def _needed_by(
+    own: RankPlan, hardware: Hardware, streams: str, expandable: bool
+) -> tuple[int, int]:
     """Returns the bytes that a rank needs, and how often its allocator must release."""
     if hardware.fresh is not None:
         stores = {ran.op.store for ran in own.ran} - {""}
@@ -332,7 +404,7 @@ def _needed_by(own: RankPlan, hardware: Hardware, streams: str) -> tuple[int, in
     if own.peak_bytes > capacity:
         # What tensors hold alone does not fit: no need to simulate the allocator.
         return own.peak_bytes, 0
-    allocator = Allocator(capacity)
+    allocator = Allocator(capacity, expandable)
     name_stream = stream_of_fsdp2(own) if streams == "fsdp2" else _only_stream
     _replay(allocator, own.events, own.kinds, name_stream)
     return allocator.peak, allocator.releases

@@ -25,7 +25,13 @@ from fsfunc.comm.ledgers import silence
 from fsfunc.comm.mesh import Here, Mesh, here, maybe_here
 from fsfunc.comm.tracebacks import api_boundary
 from fsfunc.planning.events import Allocated, Op, Ran
-from fsfunc.planning.hardware import HOST_MARGIN, MARGIN, PAIRWISE, TAKEN
+from fsfunc.planning.hardware import (
+    HOST_MARGIN,
+    MARGIN,
+    PAIRWISE,
+    PINNED_MARGIN,
+    TAKEN,
+)
 from fsfunc.planning.machines import Hardware, Level
 from fsfunc.planning.observer import Observer
 from fsfunc.planning.timed_calls import (
@@ -45,6 +51,7 @@ SENDING = ("all_gather", "psum_scatter", "psum")
 # The shares of the time for collectives: by themselves, and beside products.
 ALONE, BESIDE = 0.15, 0.1
 MOST_BUFFERS = 16
+PINNED = 2**17  # bytes from which on malloc gives memory back, as tensors need it
 PASSES = 3  # over everything: what disturbs one pass is not in the median
 
 
@@ -65,6 +72,8 @@ def measure_hardware(
     memory that they allocate is subtracted. A product beside a transfer shows how far
     they overlap. ``memory`` is a rank's part of what there is, less what its process
     holds when this is called: the interpreter and torch, and tensors made before.
+    Its ``margin`` on a host is smaller where ``MALLOC_MMAP_THRESHOLD_`` is set, to 128
+    KiB or less: then freed tensors go back to the system, as plans have it.
 
     Args:
         mesh: a mesh of processes; None: that of the ``spmd`` around the call, if any.
@@ -90,7 +99,7 @@ def measure_hardware(
     fields = rescale_to_peak(medians(passes))
     # What is no tensor: on a host the process itself, on a card what is in TAKEN.
     fields["memory"] = max(1, fields["memory"] - (TAKEN if cuda else process))
-    fields |= {"process": process, "margin": MARGIN if cuda else HOST_MARGIN}
+    fields |= {"process": process, "margin": MARGIN if cuda else _host_margin()}
     return Hardware(name=name, **fields, pairwise=pairwise)
 
 
@@ -176,6 +185,13 @@ def _capacity(watch: Stopwatch) -> int:
     n_sharing = int(os.environ.get("LOCAL_WORLD_SIZE", n_ranks))
     pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return pages // max(n_sharing, 1)
+
+
+def _host_margin() -> float:
+    """Returns the share to keep free, by what the environment told glibc's malloc."""
+    threshold = os.environ.get("MALLOC_MMAP_THRESHOLD_", "")
+    is_pinned = threshold.isdecimal() and int(threshold) <= PINNED
+    return PINNED_MARGIN if is_pinned else HOST_MARGIN
 
 
 def _resident_bytes() -> int:
