@@ -96,6 +96,7 @@ RUNS = (
     Run(2, 1, 8, 16),
     Run(1, 2, 8, 32),
 )
+BESIDE = RUNS[0], RUNS[7], RUNS[8]  # of which plans are made without the word too
 # Of unit calls on the first stage, the embedding among them: nanotron deals layers and
 # head by their FLOPs, the first stages rounded up.
 FIRST_LAYERS = {1: 24, 2: 14, 4: 7, 8: 4}
@@ -169,8 +170,10 @@ def loss_of(size: Size, tied: bool) -> Callable[[Tree, Any], Tensor]:
 
 def planned(run: Run, size: Size, reduce: torch.dtype) -> Plan:
     """The donated step of a run, with sums of gradients in ``reduce``."""
-    tied, each = run.pipe == 1, size.sequences // run.data
-    parts = max(1, each // run.rows)
+    # More microbatches than these hold no more.
+    tied = run.pipe == 1
+    parts = min(2 * run.pipe + 1, size.sequences // run.data // run.rows)
+    each = parts * run.rows
     mesh = ff.make_mesh(
         {"data": run.data, "pipe": run.pipe, "model": run.model}, "abstract"
     )
@@ -215,22 +218,23 @@ def show(runs: tuple[Run, ...] = RUNS, quick: bool = False) -> list[dict[str, An
     Args:
         quick: a model of no width, whose numbers have no meaning.
     """
-    rows = []
-    card = H100.memory / 2**20
+    rows, size = [], QUICK if quick else Size()
+    card = H100.usable / 2**20
     print("\nLlama 1.1B under nanotron on H100, MiB of the first rank:")
     print("data model pipe rows   reserved  planned ratio  sums in bfloat16")
     for run in runs:
-        size = QUICK if quick else Size()
-        wide, narrow = (
-            judged(run, size, dtype).needed / 2**20
-            for dtype in (torch.float32, torch.bfloat16)
-        )
+        planned_by = {
+            dtype: judged(run, size, dtype).needed / 2**20
+            for dtype in (torch.float32, torch.bfloat16)[: 1 + (run in BESIDE)]
+        }
+        # Of one that ran out of memory: over what a plan may need of the card.
+        ratios = [x / (run.reserved or card) for x in planned_by.values()]
+        rows.append(vars(run) | {"planned": planned_by[torch.float32], "card": card})
+        rows[-1]["ratios"] = ratios
         axes = f"{run.data:4}{run.model:6}{run.pipe:5}{run.rows:5}"
-        published = run.reserved or card
-        rows.append(vars(run) | {"planned": wide, "narrow": narrow, "card": card})
-        reported = f"{run.reserved:11.0f}" if run.reserved else f"OOM{card:8.0f}"
-        ratios = f"{wide / published:6.2f}{narrow / published:18.2f}"
-        print(f"{axes}{reported}{wide:9.0f}{ratios}", flush=True)
+        reported = f"{run.reserved:11.0f}" if run.reserved else f"{'OOM':>11}"
+        shown = "".join(f"{x:6.2f}" for x in ratios)
+        print(f"{axes}{reported}{rows[-1]['planned']:9.0f}{shown}", flush=True)
     return rows
 
 
