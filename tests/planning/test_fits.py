@@ -69,6 +69,9 @@ def test_releases_are_counted_where_the_memory_ends_and_an_allocator_caches():
     assert tight and tight.retries == 1 and tight.needed == 60 * MIB
     assert "after 1 releases of cached segments a step" in str(tight)
     assert ff.fits(plan, replace(CPU, memory=80 * MIB)).retries == 0
+    # In the margin there is room for what would be kept: nothing has to be released.
+    room = ff.fits(plan, replace(H100, memory=105 * MIB, margin=0.2))
+    assert room and room.retries == 0 and room.needed == 60 * MIB
 
 
 def test_segments_that_grow_have_no_parts_left_over():
