@@ -30,6 +30,7 @@ from fsfunc.planning.hardware import (
     MARGIN,
     PAIRWISE,
     PINNED_MARGIN,
+    PROCESS,
     TAKEN,
 )
 from fsfunc.planning.machines import Hardware, Level
@@ -91,7 +92,8 @@ def measure_hardware(
     place, cuda = _place(mesh), torch.cuda.is_available()
     device = torch.device("cuda", torch.cuda.current_device()) if cuda else None
     watch = Stopwatch(device or torch.device("cpu"), place, seconds / PASSES)
-    process = 0 if cuda else int(watch.largest(_resident_bytes()))
+    # A first step brings more, such as the code of kernels, if none was run yet.
+    process = 0 if cuda else max(PROCESS, int(watch.largest(_resident_bytes())))
     with torch.no_grad():
         passes = [_measured(watch, Sizes.of(watch.device)) for _ in range(PASSES)]
     is_paired = place is not None and getattr(place.link, "paired", False) and not cuda
