@@ -44,8 +44,14 @@ def name_of(scheme: dict[str, Any]) -> str:
 
 
 def occupied(size: Any, small: Any, ranks: int, rounds: int) -> list[dict[str, Any]]:
-    """Planned and resident bytes of one device and of each scheme on ``ranks``."""
+    """Prints planned and resident bytes of one device and of each scheme on ``ranks``.
+
+    Returns:
+        the rows.
+    """
     rows, processes = [], {}
+    print("memory of rank 0, MB")
+    print(f"{'step':18}processes  malloc   planned  process  resident  ratio")
     for scheme in (SMALL, *SCHEMES):
         count = 1 if scheme["zero"] is None else ranks
         for pinned in PINNED:
@@ -65,23 +71,11 @@ def occupied(size: Any, small: Any, ranks: int, rounds: int) -> list[dict[str, A
             row |= found | {"process": process}
             row["ratio"] = (row["needed"] + process) / row["resident"]
             rows.append(row)
+            sizes = (row[key] / 1e6 for key in ("needed", "process", "resident"))
+            told = f"{row['name']:18}{count:9}  {row['malloc']:8}"
+            print("{}{:8.0f}{:9.0f}{:10.0f}".format(told, *sizes), end="")
+            print(f"{row['ratio']:7.2f}", flush=True)
     return rows
-
-
-def show_memory(rows: list[dict[str, Any]]) -> None:
-    """Prints a table of such rows."""
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(title="memory of rank 0, MB")
-    heads = ("step", "processes", "malloc", "planned", "process", "resident", "ratio")
-    for head in heads:
-        table.add_column(head, justify="left" if head in heads[:3:2] else "right")
-    for row in rows:
-        sizes = (f"{row[k] / 1e6:.0f}" for k in ("needed", "process", "resident"))
-        told = row["name"], str(row["ranks"]), row["malloc"]
-        table.add_row(*told, *sizes, f"{row['ratio']:.2f}")
-    Console().print(table)
 
 
 def main(argv: list[str] | None = None) -> list[dict[str, Any]]:
@@ -103,7 +97,6 @@ def main(argv: list[str] | None = None) -> list[dict[str, Any]]:
     size = QUICK if args.quick else FULL
     rounds = 2 if args.quick else 5
     memory = occupied(size, QUICK, args.ranks, rounds)
-    show_memory(memory)
     if args.memory:
         if args.json:
             args.json.write_text(json.dumps({"memory": memory}, indent=1))
