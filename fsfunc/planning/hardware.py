@@ -142,10 +142,10 @@ TAKEN = int(1.5 * 2**30)
 # of 80 GB is still judged to fit; the fullest need 94.7 and 94.6 % of it (`python
 # benchmarks/published.py`).
 MARGIN = 0.05
-# Kept free of a host, as glibc's heap keeps freed tensors below 32 MiB between small
-# objects: resident beyond the process was at most 1 / (1 - this) of what was planned, of
-# plans of 200 to 700 MB (`python benchmarks/foresight.py --memory`, as it is). Pinned by
-# MALLOC_MMAP_THRESHOLD_=65536 it gives them back.
+# Kept free of a host, where glibc's heap keeps freed tensors below 32 MiB between small
+# objects: beyond the process, resident was at most 1 / (1 - this) of what was planned,
+# of plans of 200 to 700 MB (`python benchmarks/foresight.py --memory`). Pinned by
+# MALLOC_MMAP_THRESHOLD_=65536 malloc gives them back.
 PINNED_MARGIN, HOST_MARGIN = 0.05, 0.4
 # What a process comes to that trains next to nothing: 241 MB are imports of torch, the
 # rest comes with the first step. Measured on Linux with torch 2.13.
