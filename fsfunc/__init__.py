@@ -38,7 +38,7 @@ checkpoints
 modules and data
     from_module to_module by_size batches
 plans
-    plan estimate search recompute_points Hardware Level hardware measure_hardware
+    plan estimate fits search recompute_points Hardware Level hardware measure_hardware
     show
 transforms and tests of your own
     Interpretation transformed recording observe_gradients tree testing prove
