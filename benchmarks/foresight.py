@@ -1,11 +1,19 @@
-"""Estimated against measured step times, on this machine.
+"""Estimated against measured step times, and planned against resident memory, here.
 
     python benchmarks/foresight.py             2 processes, zero 0 to 3
     python benchmarks/foresight.py --quick     a small model, to see that it runs
+    python benchmarks/foresight.py --memory    memory alone, of one and two processes
 
 Each rank measures the machine, all at the same time, by `fsfunc`'s `measure_hardware`:
 products, operators, memory, links. Then each scheme's step is planned and estimated,
 and run. Nothing is fitted to a scheme. The estimate is of a donated step.
+
+Memory is that of a process of its own for each scheme, by the kernel's high-water mark.
+A process also holds what is no tensor: the interpreter, torch, the code of kernels.
+That is what the same step of a tiny model comes to (`process`). A plan and that beside
+what is resident are the ratio, twice: with malloc pinned to give freed tensors back
+(`MALLOC_MMAP_THRESHOLD_=65536`), and as glibc starts it, which keeps freed memory in
+its heap, between small objects that stay.
 """
 
 from __future__ import annotations
@@ -26,8 +34,48 @@ SCHEMES = [
 ]
 
 
+SMALL = {"zero": None, "remat": False}  # one device
+PINNED = {True: "pinned", False: "as it is"}  # malloc's threshold
+
+
 def name_of(scheme: dict[str, Any]) -> str:
-    return f"zero={scheme['zero']}" + (" + remat" if scheme["remat"] else "")
+    zero = "one device" if scheme["zero"] is None else f"zero={scheme['zero']}"
+    return zero + (" + remat" if scheme["remat"] else "")
+
+
+def occupied(size: Any, small: Any, ranks: int, rounds: int) -> list[dict[str, Any]]:
+    """Prints planned and resident bytes of one device and of each scheme on ``ranks``.
+
+    Returns:
+        the rows.
+    """
+    rows, processes = [], {}
+    print("memory of rank 0, MB")
+    print(f"{'step':18}processes  malloc   planned  process  resident  ratio")
+    for scheme in (SMALL, *SCHEMES):
+        count = 1 if scheme["zero"] is None else ranks
+        for pinned in PINNED:
+            task = {"kind": "occupy", "patience": 300, "scheme": scheme, "ours": True}
+            task |= {"rounds": rounds, "pinned": pinned}
+
+            def run(model: Any, task: Any = task, count: int = count) -> Any:
+                with_size = task | {"size": vars(model)}
+                return run_workers(with_size, ranks=count, timeout=300)[0]
+
+            found = run(size)
+            if (count, pinned) not in processes:
+                tiny = run(small)
+                processes[count, pinned] = tiny["resident"] - tiny["needed"]
+            process = processes[count, pinned]
+            row = {"name": name_of(scheme), "ranks": count, "malloc": PINNED[pinned]}
+            row |= found | {"process": process}
+            row["ratio"] = (row["needed"] + process) / row["resident"]
+            rows.append(row)
+            sizes = (row[key] / 1e6 for key in ("needed", "process", "resident"))
+            told = f"{row['name']:18}{count:9}  {row['malloc']:8}"
+            print("{}{:8.0f}{:9.0f}{:10.0f}".format(told, *sizes), end="")
+            print(f"{row['ratio']:7.2f}", flush=True)
+    return rows
 
 
 def main(argv: list[str] | None = None) -> list[dict[str, Any]]:
@@ -43,9 +91,16 @@ def main(argv: list[str] | None = None) -> list[dict[str, Any]]:
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=9, help="timed steps of each")
     parser.add_argument("--seconds", type=float, default=20.0, help="of measuring")
+    parser.add_argument("--memory", action="store_true", help="memory alone")
     parser.add_argument("--json", type=Path, metavar="PATH")
     args = parser.parse_args(argv)
     size = QUICK if args.quick else FULL
+    rounds = 2 if args.quick else 5
+    memory = occupied(size, QUICK, args.ranks, rounds)
+    if args.memory:
+        if args.json:
+            args.json.write_text(json.dumps({"memory": memory}, indent=1))
+        return memory
     task = {
         "kind": "foresee",
         "patience": 300,
@@ -73,7 +128,7 @@ def main(argv: list[str] | None = None) -> list[dict[str, Any]]:
     console.print(table)
     console.print(found["hardware"], markup=False, soft_wrap=True)
     if args.json:
-        args.json.write_text(json.dumps(found, indent=1))
+        args.json.write_text(json.dumps(found | {"memory": memory}, indent=1))
     return found["rows"]
 
 

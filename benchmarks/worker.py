@@ -155,6 +155,13 @@ def foresee(task: dict[str, Any]) -> dict[str, Any]:
     return foresee(task)
 
 
+def occupy(task: dict[str, Any]) -> dict[str, Any]:
+    """Planned bytes of a step, and the resident bytes of this process."""
+    from compared.foreseen import occupy
+
+    return occupy(task)
+
+
 def checkpoints(task: dict[str, Any]) -> dict[str, Any]:
     """Times of saving and loading one state, beside the disk and torch's own."""
     from compared.stored import measure
@@ -240,7 +247,7 @@ def main() -> None:
     grouped = task["ranks"] > 1 or task["kind"] in ("steps", "memory")
     if grouped:
         _start_group(task)
-    every = (steps, memory, adam, hooks, example, foresee, checkpoints, train)
+    every = (steps, memory, adam, hooks, example, foresee, occupy, checkpoints, train)
     kinds = {f.__name__: f for f in every}
     answer = kinds[task["kind"]](task)
     path = Path(task["folder"]) / f"answer{task['rank']}"

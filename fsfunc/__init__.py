@@ -38,7 +38,7 @@ checkpoints
 modules and data
     from_module to_module by_size batches
 plans
-    plan estimate search recompute_points Hardware Level hardware measure_hardware
+    plan estimate fits search recompute_points Hardware Level hardware measure_hardware
     show
 transforms and tests of your own
     Interpretation transformed recording observe_gradients tree testing prove
@@ -155,6 +155,7 @@ if TYPE_CHECKING:
     from fsfunc.pipelining.timing import Costs, bubble, clock
     from fsfunc.pipelining.verification import verify
     from fsfunc.planning import hardware
+    from fsfunc.planning.allocation import fits
     from fsfunc.planning.calibration import measure_hardware
     from fsfunc.planning.estimation import estimate
     from fsfunc.planning.machines import Hardware, Level
@@ -220,6 +221,7 @@ if TYPE_CHECKING:
         "error_feedback",
         "estimate",
         "eval_params",
+        "fits",
         "Flat",
         "from_module",
         "from_torch",
@@ -370,6 +372,7 @@ _LATER = {
         "fsfunc.pipelining.stage_plans": "balance",
         "fsfunc.pipelining.timing": "Costs bubble clock",
         "fsfunc.pipelining.verification": "verify",
+        "fsfunc.planning.allocation": "fits",
         "fsfunc.planning.calibration": "measure_hardware",
         "fsfunc.planning.estimation": "estimate",
         "fsfunc.planning.hardware": "hardware",

@@ -1,7 +1,8 @@
-"""One rank's side of foresight.py: measure the machine, estimate, run."""
+"""One rank's side of foresight.py: measure the machine, estimate, run, and memory."""
 
 from __future__ import annotations
 
+import resource
 import statistics
 from typing import Any
 
@@ -12,8 +13,10 @@ from compared.ours import build
 from compared.peers import Setting
 
 import fsfunc as ff
+from fsfunc.planning.allocation import fits
 from fsfunc.planning.calibration import measure_hardware
 from fsfunc.planning.estimation import estimate
+from fsfunc.planning.hardware import CPU
 
 
 def foresee(task: dict[str, Any]) -> dict[str, Any]:
@@ -43,3 +46,17 @@ def foresee(task: dict[str, Any]) -> dict[str, Any]:
             }
         )
     return {"rows": rows, "hardware": repr(hardware)}
+
+
+def occupy(task: dict[str, Any]) -> dict[str, Any]:
+    """Bytes that a scheme is planned to need, and the most that its process held.
+
+    Resident is the kernel's high-water mark over the whole life of the process: its
+    imports, the first state, the first step with its checks, and the others.
+    """
+    size = Size(**task["size"])
+    competitor = build(Setting(size, task["rank"], task["ranks"]), **task["scheme"])
+    for _ in range(task["rounds"]):
+        competitor.step()
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    return {"needed": fits(competitor.plan(), CPU).needed, "resident": peak}

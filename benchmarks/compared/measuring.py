@@ -73,8 +73,15 @@ def _start(task: dict[str, Any]) -> subprocess.Popen[bytes]:
             stdin=subprocess.DEVNULL,
             stdout=out,
             stderr=subprocess.STDOUT,
-            env=environment(),
+            env=environment() if task.get("pinned", True) else _unpinned(),
         )
+
+
+def _unpinned() -> dict[str, str]:
+    """The same with malloc as glibc starts it, which raises its threshold itself."""
+    given = environment()
+    del given["MALLOC_MMAP_THRESHOLD_"]
+    return given
 
 
 def _collect(

@@ -22,7 +22,7 @@ from literature.llama_memory import Llama, Tree, init_params, loss_of
 from torch import Tensor
 
 import fsfunc as ff
-from fsfunc.planning.allocation import needed_bytes
+from fsfunc.planning.allocation import Fit, fits
 from fsfunc.planning.hardware import H100
 from fsfunc.planning.machines import Hardware
 from fsfunc.planning.planner import plan
@@ -167,7 +167,8 @@ def show(quick: bool = False) -> list[dict[str, Any]]:
     Args:
         quick: of every seventh, a model of two layers.
     """
-    begun, rows, known = time.process_time(), [], {}
+    begun, rows = time.process_time(), []
+    known: dict[Any, tuple[int, Fit]] = {}
     runs = [*published_runs.runs_of(published_runs.CALIBRATION), *foundry_runs()]
     for run in runs[:: 7 if quick else 1]:
         card, several = machine_of(run), run.microbatches > 1
@@ -176,15 +177,20 @@ def show(quick: bool = False) -> list[dict[str, Any]]:
         alike = run.model, run.gpus, card.name, run.remat, run.strategy, tokens, several
         if alike not in known:
             made = planned(run, 2 if quick else None)
-            known[alike] = made.peak_bytes, needed_bytes(made, card)
-        held, needed = known[alike]
+            known[alike] = made.peak_bytes, fits(made, card)
+        held, fit = known[alike]
         how = f"{run.gpus} GPUs, {run.microbatches} x {run.batch_per_gpu} x {run.seq}"
         name = f"{run.source} {run.model} on {how}, remat {run.remat}"
-        row = {"run": name, "held": held, "needed": needed}
-        rows.append(row | {"card": card.memory, "fits": needed <= card.memory})
-    fit = sum(row["fits"] for row in rows)
+        row = {"run": name, "held": held, "needed": fit.needed}
+        rows.append(row | {"card": card.memory, "fits": bool(fit)})
+    count = sum(row["fits"] for row in rows)
     seconds = time.process_time() - begun
-    print(f"\nPublished runs on 80 GB: {fit} of {len(rows)} fit ({seconds:.0f} s)")
+    share = max(row["needed"] / row["card"] for row in rows)
+    kept = f"{H100.margin:.0%} kept free; the fullest needs {share:.1%}"
+    print(
+        f"\nPublished runs on 80 GB: {count} of {len(rows)} fit, {kept} "
+        f"({seconds:.0f} s)"
+    )
     for row in rows:
         if not row["fits"]:
             sizes = (row[key] / 1e9 for key in ("needed", "card", "held"))

@@ -7,8 +7,9 @@ second product and the attention are kept), the most that torch's allocator rese
 Theirs keeps logits in bfloat16 and casts them; attention's keys are repeated, as here.
 In two things FSDP2 and torch's policy are not as the library, and are counted as they
 are: gradients on their way, and reduced, are taken by a stream of their own, so that
-this memory is of no other use; and in eager mode a block's last product is kept, though
-no backward reads it (a compiler drops it).
+this memory is of no other use (``ff.fits(streams="fsdp2")``; what the library's own
+step needs, on its one stream, is printed too); and in eager mode a block's last product
+is kept, though no backward reads it (a compiler drops it).
 """
 
 from __future__ import annotations
@@ -24,11 +25,10 @@ from compared.models import concatenate_flat
 from torch import Tensor
 
 import fsfunc as ff
-from fsfunc.planning.allocation import reserved_bytes
-from fsfunc.planning.events import Allocated
+from fsfunc.planning.allocation import fits
 from fsfunc.planning.hardware import H100_500W
 from fsfunc.planning.planner import plan
-from fsfunc.planning.plans import Plan, RankPlan
+from fsfunc.planning.plans import Plan
 
 Tree = dict[str, Any]
 KEPT = ("q", "v", "attention", "gate")
@@ -141,34 +141,28 @@ def planned(size: Llama, ranks: int, compiled: bool) -> Plan:
     return plan(*given, mesh=mesh, device="cuda")
 
 
-def reserved_by_fsdp2(own: RankPlan) -> int:
-    """The bytes that torch reserves for a rank's plan, by FSDP2's streams."""
-
-    def stream(took: Allocated) -> str:
-        packed = own.kinds.get(took.storage) == "gradients" and "mm" not in took.op
-        return "reductions" if packed else ""
-
-    return reserved_bytes(own.events, own.kinds, H100_500W.memory, stream)
-
-
 def show(quick: bool = False) -> list[dict[str, Any]]:
     """Prints what plans reserve beside what was published, and returns it."""
     found = []
     print("\nLlama 3.1 8B under FSDP, reserved of an H100's memory (torchtitan, 2024):")
     for ranks, compiled, published in PUBLISHED:
         begun = time.process_time()
-        own = planned(QUICK if quick else Llama(), ranks, compiled).ranks[0]
-        reserved = reserved_by_fsdp2(own) / 2**30
+        made = planned(QUICK if quick else Llama(), ranks, compiled)
+        own = made.ranks[0]
+        one = fits(made, H100_500W).needed / 2**30
+        reserved = fits(made, H100_500W, streams="fsdp2").needed / 2**30
         row = {
             "gpus": ranks, "compiled": compiled, "published_gib": published,
             "reserved_gib": reserved, "held_gib": own.peak_bytes / 2**30,
+            "one_stream_gib": one,
             "seconds": time.process_time() - begun,
         }  # fmt: skip
         found.append(row)
         how = "compiled blocks" if compiled else "eager"
         print(
             f"{ranks:4} GPUs, {how:16} {reserved:6.1f} GiB of {published} published: "
-            f"{reserved / published:.2f} (held {row['held_gib']:.1f})"
+            f"{reserved / published:.2f}; on fsfunc's one stream {one:.1f}, "
+            f"held {row['held_gib']:.1f}"
         )
     return found
 

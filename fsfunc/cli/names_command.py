@@ -45,6 +45,7 @@ WORDS = {
     "donate": "in place memory donate_argnums",
     "ema": "exponential moving average evaluation",
     "eval_params": "evaluation ema average",
+    "fits": "oom out of memory enough margin",
     "from_module": "nn.Module model wrap auto_wrap functional_call hugging face "
     "transformers eval mode train mode frozen freeze requires_grad lora adapter peft",
     "from_torch": "torch.optim optimizer",

@@ -35,7 +35,7 @@ from fsfunc.comm.mesh import Mesh
 from fsfunc.comm.traffic import Ledger
 from fsfunc.core.frames import title
 from fsfunc.planning import hardware as machines
-from fsfunc.planning.allocation import fits, needed_bytes
+from fsfunc.planning.allocation import fits
 from fsfunc.planning.calibration import measure_hardware
 from fsfunc.planning.estimation import Estimate, estimate
 from fsfunc.planning.machines import Hardware
@@ -310,9 +310,9 @@ def plan_facts(
         facts["estimate"] = {name: x for name, x in times.items() if name != "spans"}
         facts["estimate"] |= {"low": estimate.low, "high": estimate.high}
     if hardware is not None:
-        facts["memory"] = hardware.memory
-        facts["needed_bytes"] = needed_bytes(plan, hardware)
-        facts["fits"] = fits(plan, hardware)
+        fit = fits(plan, hardware)
+        facts |= {"memory": fit.memory, "margin": fit.margin, "fits": bool(fit)}
+        facts |= {"needed_bytes": fit.needed, "retries": fit.retries}
     return facts
 
 

@@ -15,7 +15,7 @@ parted_units.py     what a compiled unit saves for its backward
 rounds.py           equal microbatches, of which a few are run for many
 estimation.py simulation.py cost_model.py   how long it takes
 machines.py hardware.py   what a device and its links can do
-allocation.py       what a caching allocator reserves for a plan
+allocation.py       whether a plan fits: what an allocator reserves for it
 calibration.py timed_calls.py   the machine at hand, measured
 stack_search.py stacks.py candidates.py outlines.py trials.py   search
 search_results.py   what it found

@@ -14,6 +14,7 @@ import os
 import statistics
 from collections.abc import Callable, Sequence
 from itertools import cycle
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -24,7 +25,14 @@ from fsfunc.comm.ledgers import silence
 from fsfunc.comm.mesh import Here, Mesh, here, maybe_here
 from fsfunc.comm.tracebacks import api_boundary
 from fsfunc.planning.events import Allocated, Op, Ran
-from fsfunc.planning.hardware import PAIRWISE
+from fsfunc.planning.hardware import (
+    HOST_MARGIN,
+    MARGIN,
+    PAIRWISE,
+    PINNED_MARGIN,
+    PROCESS,
+    TAKEN,
+)
 from fsfunc.planning.machines import Hardware, Level
 from fsfunc.planning.observer import Observer
 from fsfunc.planning.timed_calls import (
@@ -44,6 +52,7 @@ SENDING = ("all_gather", "psum_scatter", "psum")
 # The shares of the time for collectives: by themselves, and beside products.
 ALONE, BESIDE = 0.15, 0.1
 MOST_BUFFERS = 16
+PINNED = 2**17  # bytes from which on malloc gives memory back, as tensors need it
 PASSES = 3  # over everything: what disturbs one pass is not in the median
 
 
@@ -62,7 +71,10 @@ def measure_hardware(
     gradients, give the peak and the curve. Attention runs forward and backward, under a
     causal mask. Operators are timed one by one on activations; the first touch of the
     memory that they allocate is subtracted. A product beside a transfer shows how far
-    they overlap.
+    they overlap. ``memory`` is a rank's part of what there is, less what its process
+    holds when this is called: the interpreter and torch, and tensors made before.
+    Its ``margin`` on a host is smaller where ``MALLOC_MMAP_THRESHOLD_`` is set, to 128
+    KiB or less: then freed tensors go back to the system, as plans have it.
 
     Args:
         mesh: a mesh of processes; None: that of the ``spmd`` around the call, if any.
@@ -80,11 +92,17 @@ def measure_hardware(
     place, cuda = _place(mesh), torch.cuda.is_available()
     device = torch.device("cuda", torch.cuda.current_device()) if cuda else None
     watch = Stopwatch(device or torch.device("cpu"), place, seconds / PASSES)
+    # A first step brings more, such as the code of kernels, if none was run yet.
+    process = 0 if cuda else max(PROCESS, int(watch.largest(_resident_bytes())))
     with torch.no_grad():
         passes = [_measured(watch, Sizes.of(watch.device)) for _ in range(PASSES)]
     is_paired = place is not None and getattr(place.link, "paired", False) and not cuda
     pairwise = PAIRWISE if is_paired else ()
-    return Hardware(name=name, **rescale_to_peak(medians(passes)), pairwise=pairwise)
+    fields = rescale_to_peak(medians(passes))
+    # What is no tensor: on a host the process itself, on a card what is in TAKEN.
+    fields["memory"] = max(1, fields["memory"] - (TAKEN if cuda else process))
+    fields |= {"process": process, "margin": MARGIN if cuda else _host_margin()}
+    return Hardware(name=name, **fields, pairwise=pairwise)
 
 
 def _measured(watch: Stopwatch, sizes: Sizes) -> dict[str, Any]:
@@ -169,6 +187,21 @@ def _capacity(watch: Stopwatch) -> int:
     n_sharing = int(os.environ.get("LOCAL_WORLD_SIZE", n_ranks))
     pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return pages // max(n_sharing, 1)
+
+
+def _host_margin() -> float:
+    """Returns the share to keep free, by what the environment told glibc's malloc."""
+    threshold = os.environ.get("MALLOC_MMAP_THRESHOLD_", "")
+    is_pinned = threshold.isdecimal() and int(threshold) <= PINNED
+    return PINNED_MARGIN if is_pinned else HOST_MARGIN
+
+
+def _resident_bytes() -> int:
+    """Returns the bytes that this process holds in memory; 0 where none tells."""
+    statm = Path("/proc/self/statm")
+    if not statm.exists():
+        return 0
+    return int(statm.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 # Products and attention

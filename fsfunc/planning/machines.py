@@ -80,6 +80,10 @@ class Hardware:
             are given, the seconds in which the host launches it, ahead of the device.
         levels: those of the network, the innermost first; () if it sends nothing.
         memory: the bytes that a rank has for tensors.
+        margin: the share of ``memory`` that a plan is to leave free to be judged to
+            fit, as plans count less than a card takes.
+        process: the bytes that a rank's process holds in the same memory beside
+            tensors, such as the interpreter and torch; already taken off ``memory``.
         device: "cpu" or "cuda": whose kernels run, for ``plan(device=)``.
         overlap: the share of a transfer's time that goes on beside computing: 1 if
             copy engines move the data, less if the cores that compute do.
@@ -129,6 +133,8 @@ class Hardware:
     utilisation: float | None = None
     uncertain: float = 0.1
     pairwise: tuple[str, ...] = ()
+    margin: float = 0.0
+    process: int = 0
 
     def __new__(cls, *args: Any, **fields: Any) -> Hardware:
         # Before the dataclass's own __init__, whose error has no nearest name.
@@ -152,11 +158,14 @@ class Hardware:
         self._check_levels()
         self._check_attention()
         _check_positive("bandwidth", self.bandwidth)
-        for name in ("overhead", "processors", "straggling", "uncertain"):
+        for name in ("overhead", "processors", "straggling", "uncertain", "process"):
             _check_not_negative(name, getattr(self, name))
         if self.utilisation is not None:
             _check_share("utilisation", self.utilisation)
         _check_positive("memory", self.memory)
+        _check_not_negative("margin", self.margin)
+        if self.margin >= 1:
+            raise ValueError(f"margin is a share below 1, got {self.margin!r}")
         if not 0 <= self.overlap <= 1:
             raise ValueError(f"overlap is a share, 0 to 1, got {self.overlap!r}")
         if self.fresh is not None:
@@ -226,6 +235,11 @@ class Hardware:
         values = [getattr(self, f.name) for f in dataclasses.fields(self)]
         picklable = [dict(x) if isinstance(x, Mapping) else x for x in values]
         return Hardware, tuple(picklable)  # read-only mappings cannot be pickled
+
+    @property
+    def usable(self) -> int:
+        """The bytes that a plan may need: ``memory`` without its ``margin``."""
+        return int(self.memory * (1 - self.margin))
 
     def efficiency_at(self, size: float) -> float:
         """Returns the share of peak that a product of this size reaches.

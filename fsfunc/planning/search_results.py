@@ -24,13 +24,15 @@ class Search(Printed, Sequence[Choice]):
         front: the choices that fit and are best; of two, the slower one holds less.
         tried: all choices that were planned, in the order of trial.
         skipped: all stacks that were not planned, and why.
-        memory: the bytes that a rank may hold.
+        memory: the bytes that a rank may need.
+        kept: what is kept free of the hardware's memory, in words; "" if nothing is.
     """
 
     front: tuple[Choice, ...]
     tried: tuple[Choice, ...]
     skipped: tuple[Skipped, ...]
     memory: float
+    kept: str = ""
 
     def __len__(self) -> int:
         return len(self.front)
@@ -93,8 +95,10 @@ class Search(Printed, Sequence[Choice]):
         n_fit = sum(c.fits for c in self.tried)
         lines = [
             f"{len(self.tried)} stacks planned, of which {n_fit} fit in "
-            f"{of_bytes(self.memory)}; {len(self.skipped)} skipped"
+            f"{of_bytes(self.memory)}{self.kept}; {len(self.skipped)} skipped"
         ]
+        if self.kept:
+            lines.append(f"the fastest needs {of_bytes(self.front[0].needed_bytes)}")
         if ties := self.ties:
             fastest = self.front[0]
             slower_by = max(c.seconds for c in ties) / fastest.seconds - 1

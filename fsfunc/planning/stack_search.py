@@ -34,7 +34,7 @@ from fsfunc.planning.machines import Hardware
 from fsfunc.planning.search_results import Search, front_of
 from fsfunc.planning.stacks import PIPE, Choice, Stack
 from fsfunc.planning.trials import Training, Trials
-from fsfunc.printing.tables import of_bytes
+from fsfunc.printing.tables import of_bytes, of_share
 from fsfunc.state.initialization import init_state
 from fsfunc.state.layout_rules import LayoutRules
 from fsfunc.transforms.policies import Mode, Policy
@@ -108,7 +108,8 @@ def search(
             mesh, or of several. "data" cuts the batch, parameters are repeated along
             "node", stages lie along "pipe".
         hardware: the machine to estimate the time on.
-        memory: bytes that a rank may hold; by default the hardware's.
+        memory: bytes that a rank may need; by default the hardware's, of which its
+            ``margin`` is kept free.
         zero, remat: what to try, such as ``remat=(None, ff.SaveOnly("attention"))``.
         accumulate: numbers of parts; by default powers of two that divide the rows of
             a rank. If gradients are sharded, they are reduced once a step, and in other
@@ -181,7 +182,7 @@ def search(
         dims=dims or {},
         layouts=layouts or {},
     )
-    bound = hardware.memory if memory is None else memory
+    bound = hardware.usable if memory is None else memory
     if not bound > 0:
         raise ValueError(f"memory={memory!r}: a rank may hold some bytes")
     if plans is not None and plans < 1:
@@ -279,12 +280,23 @@ def _make_result(trials: Trials) -> Search:
         cause = trials.errors[0] if trials.errors and not trials.tried else None
         raise ValueError(_explain_nothing(trials)) from cause
     front = tuple(front_of(fitting))
-    return Search(front, tuple(trials.tried), tuple(trials.skipped), trials.memory)
+    tried, skipped = tuple(trials.tried), tuple(trials.skipped)
+    return Search(front, tried, skipped, trials.memory, _describe_margin(trials))
+
+
+def _describe_margin(trials: Trials) -> str:
+    """Returns what a search keeps free; "" if its memory was given to it."""
+    hardware = trials.hardware
+    if trials.memory != hardware.usable or not hardware.margin:
+        return ""
+    share = of_share(hardware.margin, 1)
+    return f" ({share} of {of_bytes(hardware.memory)} is kept free)"
 
 
 def _explain_nothing(trials: Trials) -> str:
     """Returns why there is no stack to give."""
-    limit = f"the {of_bytes(trials.memory)} that a rank may hold"
+    kept = _describe_margin(trials)
+    limit = f"the {of_bytes(trials.memory)} that a rank may hold{kept}"
     total = len(trials.tried) + len(trials.skipped)
     if trials.tried:
         closest = min(trials.tried, key=lambda c: c.needed_bytes)

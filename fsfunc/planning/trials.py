@@ -3,7 +3,7 @@
 `stack_search` decides the order of trials. `Trials.try_stack` asks first what is cheap
 to know, and plans only what may fit: the bytes of the state, those of gradients and of
 activations by earlier plans (`foreseen_bytes`), an outline in closed form; then `plan`,
-`estimate` and `needed_bytes`.
+`estimate` and `fits`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from fsfunc.comm.ledgers import Record
 from fsfunc.comm.mesh import Mesh
 from fsfunc.core.autodiff import value_and_grad
 from fsfunc.optim.optimizer import Optimizer
-from fsfunc.planning.allocation import fits, needed_bytes
+from fsfunc.planning.allocation import fits
 from fsfunc.planning.candidates import (
     Axes,
     Space,
@@ -108,7 +108,7 @@ class Trials:
         loss_fn, params, batch = training.loss_fn, training.params, training.batch
         self.space, self.optimizer = space, training.optimizer
         self.hardware, self.memory = hardware, memory
-        self.bounded = replace(hardware, memory=memory)
+        self.bounded = replace(hardware, memory=memory, margin=0.0)
         self.loss_fn = loss_fn
         self.lone_mesh = Mesh(dict.fromkeys(space.required_axes, 1), "abstract")
         # Functions that make parameters or a batch run on fake tensors here, so that
@@ -243,17 +243,17 @@ class Trials:
             (self._rows_of(stack), max(map(_activations, planned.ranks)))
         )
         estimated = estimate(planned, self.hardware)
-        needed = needed_bytes(planned, self.bounded)
+        fit = fits(planned, self.bounded)
         choice = Choice(
             stack=stack,
             seconds=estimated.seconds,
             peak_bytes=planned.peak_bytes,
-            fits=fits(planned, self.bounded),
+            fits=bool(fit),
             compute=estimated.compute,
             exposed=estimated.exposed,
             bubble=estimated.bubble,
             width=estimated.width,
-            needed_bytes=needed,
+            needed_bytes=fit.needed,
         )
         self.tried.append(choice)
         return choice

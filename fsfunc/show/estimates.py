@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from fsfunc.planning.allocation import fits, needed_bytes
+from fsfunc.planning.allocation import fits
 from fsfunc.planning.estimation import Estimate
 from fsfunc.planning.machines import Hardware
 from fsfunc.planning.plans import Plan
@@ -72,7 +72,7 @@ def estimate(
     if len(estimate.ranks) > 1:
         report += ["", _ranks(estimate, plan)]
     if plan is not None and hardware is not None:
-        report += ["", describe_fit(check_plan(plan), hardware)]
+        report += ["", str(fits(check_plan(plan), hardware))]
     return Report(tuple(report))
 
 
@@ -104,42 +104,6 @@ def _ranks(estimate: Estimate, plan: Plan | None) -> Table:
     head = (">rank", ">ranks alike", ">computes", ">collectives", ">others", ">idle")
     head += (">memory",) if peaks else ()
     return Table("time of each program", head, rows)
-
-
-def describe_fit(plan: Plan, hardware: Hardware) -> str:
-    """Describes whether a plan fits a hardware's memory, by how much, on which rank.
-
-    >>> from fsfunc.planning.events import Allocated
-    >>> from fsfunc.planning.plans import RankPlan
-    >>> from fsfunc.planning.hardware import A100_40
-    >>> from fsfunc.comm.mesh import Mesh
-    >>> events = [Allocated(0, 50 * 10**9, "", "", "")]
-    >>> own = RankPlan(0, 8, {"data": 0}, events, {0: "parameters"}, [], [])
-    >>> describe_fit(Plan(Mesh({"data": 8}, "abstract"), (own,)), A100_40)
-    'does not fit A100-40: rank 0 holds 50.0 GB, 9.32 GB more than its 40.7 GB'
-    """
-    fullest = max(plan.ranks, key=lambda rank_plan: rank_plan.peak_bytes)
-    size, memory = needed_bytes(plan, hardware), hardware.memory
-    if size <= memory and not fits(plan, hardware):
-        return (
-            f"does not fit beside {hardware.name}: a rank offloads "
-            f"{of_bytes(plan.offloaded_bytes)}, more than its part of the host's memory"
-        )
-    if size <= memory:
-        share, peak = of_share(size, memory), fullest.peak_bytes
-        # An allocator reserves more than is in use. A host has none, and its memory is
-        # also what is offloaded to.
-        offloaded = "" if hardware.fresh is None else ", with what is offloaded"
-        reserved = offloaded or f", reserved for {of_bytes(peak)}"
-        reserved = reserved if size > peak else ""
-        return (
-            f"fits {hardware.name}: {of_bytes(size)} of {of_bytes(memory)}, {share}"
-            f"{reserved}"
-        )
-    return (
-        f"does not fit {hardware.name}: rank {fullest.rank} holds {of_bytes(size)}, "
-        f"{of_bytes(size - memory)} more than its {of_bytes(memory)}"
-    )
 
 
 def comparison(plans: Sequence[tuple[Plan, Estimate | None]]) -> Report:
@@ -195,6 +159,7 @@ def description(hardware: Hardware) -> Report:
     rows += [
         *_attention(hardware),
         ("memory", of_bytes(hardware.memory)),
+        ("of memory, kept free", of_share(hardware.margin, 1)),
         ("memory's bandwidth", f"{of_bytes(hardware.bandwidth)}/s"),
         ("overhead of an operator", of_seconds(hardware.overhead)),
     ]

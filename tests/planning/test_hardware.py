@@ -2,6 +2,7 @@
 
 import copy
 import math
+import os
 import pickle
 import time
 from functools import partial
@@ -160,6 +161,30 @@ class Told(Stopwatch):
         with Watch() as ran:
             call()
         return 0.005 if torch.ops.aten.tanh in ran.seen else 0.001
+
+
+def test_what_the_process_holds_is_taken_off_the_memory(monkeypatch):
+    monkeypatch.delenv("MALLOC_MMAP_THRESHOLD_", raising=False)
+    monkeypatch.setattr(calibration, "PASSES", 1)
+    monkeypatch.setattr(calibration, "Stopwatch", Told)
+    ballast = torch.ones(2**24)  # 64 MiB that this process holds already
+    machine = measure_hardware()
+    pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    assert ballast.nbytes < machine.process < pages // 2
+    sharing = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    assert machine.memory + machine.process == pages // sharing
+    assert machine.margin == hw.HOST_MARGIN == hw.CPU.margin
+
+
+@pytest.mark.parametrize(
+    ("threshold", "margin"),
+    [("65536", hw.PINNED_MARGIN), ("33554432", hw.HOST_MARGIN), ("", hw.HOST_MARGIN)],
+)
+def test_a_host_whose_malloc_gives_memory_back_keeps_less_free(
+    monkeypatch, threshold, margin
+):
+    monkeypatch.setenv("MALLOC_MMAP_THRESHOLD_", threshold)
+    assert calibration._host_margin() == margin
 
 
 def test_operators_are_measured_under_the_names_that_plans_have(monkeypatch):
