@@ -12,10 +12,15 @@ import inspect
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache
+from typing import NamedTuple, get_args
 
 import torch
 
 from fsfunc.pipelining import schedules
+from fsfunc.pipelining.actions import splits_backward
+from fsfunc.pipelining.schedules import ScheduleName
+from fsfunc.pipelining.verification import peak_microbatches
 from fsfunc.planning.machines import Hardware
 from fsfunc.planning.stacks import DATA, NODE, PIPE, Stack
 from fsfunc.sharded.placements import Own, Split
@@ -24,6 +29,10 @@ from fsfunc.transforms.offloading import Stores
 from fsfunc.transforms.policies import MODES, Policy
 
 Axes = tuple[tuple[str, int], ...]
+# Those that are tried by default: none of the others is faster in as much memory.
+SCHEDULES: tuple[ScheduleName, ...] = (
+    "one_f_one_b", "interleaved_1f1b", "zb_h1", "zb_v",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -33,7 +42,7 @@ class Space:
     zero: tuple[int, ...] = (0, 1, 2, 3)
     remat: tuple[Policy | str | None, ...] = (None, "always")
     accumulate: tuple[int, ...] | None = None
-    schedules: tuple[str, ...] = ("one_f_one_b", "interleaved_1f1b", "zb_h1", "zb_v")
+    schedules: tuple[str, ...] = SCHEDULES
     microbatches: tuple[int, ...] | None = None
     compute: tuple[torch.dtype | None, ...] = (None,)
     reduce: torch.dtype | None = None
@@ -62,10 +71,10 @@ class Space:
                     f"{', '.join(map(repr, Stores._fields))}"
                 )
         for name in self.schedules:
-            if not callable(getattr(schedules, str(name), None)):
+            if name not in get_args(ScheduleName):
                 raise ValueError(
                     f"schedules has {name!r}: each is the name of a schedule in "
-                    "ff.schedules, such as 'one_f_one_b'"
+                    f"ff.schedules, one of {', '.join(get_args(ScheduleName))}"
                 )
         for name in ("accumulate", "microbatches"):
             for n in getattr(self, name) or ():
@@ -154,6 +163,34 @@ class Space:
             offloaded = tuple(k for k in offloaded if k != "params" or zero is not None)
             for policy in self.remat:
                 yield replace(base, remat=policy, compute=compute, offload=offloaded)
+
+
+class ScheduleFacts(NamedTuple):
+    """What a schedule's actions say of the memory and time of its ranks.
+
+    Args:
+        splits_backward: whether gradients of parameters are actions of their own.
+        held: the most microbatches whose activations a rank holds at once, of all its
+            stages together.
+    """
+
+    splits_backward: bool
+    held: float
+
+
+@cache
+def schedule_facts(name: str, n_stages: int, n_microbatches: int) -> ScheduleFacts:
+    """Returns what the actions of a named schedule say.
+
+    Cost: some microseconds an action, of which there are two or three for each stage
+    and microbatch.
+
+    >>> schedule_facts("zb_v", 8, 8)
+    ScheduleFacts(splits_backward=True, held=4.0)
+    """
+    schedule = getattr(schedules, name)(n_stages, n_microbatches)
+    held = max(peak_microbatches(schedule))
+    return ScheduleFacts(splits_backward(schedule), held)
 
 
 def stages_of(stack: Stack) -> int:

@@ -21,7 +21,13 @@ from typing import NamedTuple
 import torch
 
 from fsfunc.comm.ledgers import Record
-from fsfunc.planning.candidates import least_state_bytes, size_in, stages_of
+from fsfunc.planning.candidates import (
+    ScheduleFacts,
+    least_state_bytes,
+    schedule_facts,
+    size_in,
+    stages_of,
+)
 from fsfunc.planning.cost_model import collective_seconds
 from fsfunc.planning.machines import Hardware
 from fsfunc.planning.stacks import DATA, NODE, PIPE, Stack
@@ -120,7 +126,7 @@ class Outlines:
         )
         compute = max(compute, launch_seconds * passes)
         transfer_seconds = self._transfer_seconds(stack)
-        stages = stages_of(stack)
+        stages, facts = stages_of(stack), _facts_of(stack)
         if len(self.calls) > stages > 1:  # all wait for the longest stage
             compute *= math.ceil(len(self.calls) / stages) * stages / len(self.calls)
         seconds = max(compute, transfer_seconds) + _BESIDE * min(
@@ -129,7 +135,7 @@ class Outlines:
         # (P - 1) / (M · v) of the computing, as the schedules' docstrings have it.
         if n_stage_ranks > 1:
             chunks = stages // n_stage_ranks
-            bubble_share = _SPLIT if "zb" in str(stack.schedule) else 1.0
+            bubble_share = _SPLIT if facts.splits_backward else 1.0
             seconds += (
                 bubble_share
                 * compute
@@ -155,11 +161,10 @@ class Outlines:
             recomputes: whether units are recomputed.
         """
         # A split backward holds a unit's activations until its weight gradients.
-        fills_bubbles = "zb" in str(stack.schedule)
+        facts = _facts_of(stack)
+        fills_bubbles = facts.splits_backward
         size, parts = size_in(stack.compute), stack.accumulate * stack.microbatches
-        # The first rank of 1F1B, and each of the zero-bubble schedules, has as many
-        # microbatches under way as there are ranks.
-        under_way = min(n_stage_ranks, stack.microbatches)
+        under_way = facts.held
         stage_params = self.params / stack.parts_of({PIPE, *axes_of(stack.layouts)})
         unit_params = stage_params * n_stage_ranks / max(1, len(self.calls))
         state_bytes = least_state_bytes(stack, self.params, self.moments)
@@ -260,6 +265,13 @@ class Outlines:
                 "psum", [NODE], 2 * unit_bytes / (n_shards if stack.zero else 1)
             )
         return seconds
+
+
+def _facts_of(stack: Stack) -> ScheduleFacts:
+    """Returns what a stack's schedule says; without one a rank has one part at once."""
+    if stack.schedule is None:
+        return ScheduleFacts(splits_backward=False, held=1)
+    return schedule_facts(stack.schedule, stages_of(stack), stack.microbatches)
 
 
 def _ranks(stack: Stack, axes: Sequence[str]) -> list[int]:

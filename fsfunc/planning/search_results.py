@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import overload
 
-from fsfunc.planning.stacks import Choice, Skipped
+from fsfunc.planning.stacks import Choice, Skipped, StackKind
 from fsfunc.printing.tables import Printed, Table, of_bytes, of_seconds
 
 
@@ -67,6 +67,17 @@ class Search(Printed, Sequence[Choice]):
         return sorted((c for c in self.tried if c.fits), key=_order)
 
     @property
+    def by_kind(self) -> list[Choice]:
+        """The fastest choice that fits of each kind of stack, fastest first.
+
+        What makes two stacks of one kind says :class:`.stacks.StackKind`.
+        """
+        fastest = dict[StackKind, Choice]()
+        for choice in self.ranked:
+            fastest.setdefault(choice.stack.kind, choice)
+        return list(fastest.values())
+
+    @property
     def ties(self) -> list[Choice]:
         """Choices that fit and are slower than the best by less than its band."""
         fastest = self.front[0]
@@ -75,19 +86,20 @@ class Search(Printed, Sequence[Choice]):
 
     def rows(self) -> list[tuple[str, ...]]:
         """Returns rows of the front: time, exposed, bubble, peak, mesh, transforms."""
-        rows = []
-        for c in self.front:
-            mesh, _, transforms = str(c.stack).partition(": ")
-            times = map(of_seconds, (c.seconds, c.exposed, c.bubble))
-            rows.append((*times, of_bytes(c.peak_bytes), mesh, transforms))
-        return rows
+        return list(map(_row, self.front))
 
     def table(self) -> str:
-        """Returns the front as text, and below it what was tried and skipped."""
+        """Returns the fastest of each kind, and the front; then what was skipped."""
         return self.text()
 
     def pieces(self, width: int | None) -> list[Table | str]:
-        return [Table("", HEAD, self.rows(), most=len(self)), *self._notes()]
+        kinds = self.by_kind
+        rows, n_front = list(map(_row, kinds)), len(self)
+        if len(kinds) == 1 or list(self.front) == kinds:  # one table says it
+            return [Table("", HEAD, self.rows(), most=n_front), *self._notes()]
+        by_kind = Table("The fastest of each kind", HEAD, rows, most=MOST_KINDS)
+        front = Table("Less memory in more time", HEAD, self.rows(), most=n_front)
+        return [by_kind, "", front, *self._notes()]
 
     def _notes(self) -> list[str]:
         n_fit = sum(c.fits for c in self.tried)
@@ -118,7 +130,14 @@ class Search(Printed, Sequence[Choice]):
 
 
 HEAD = (">step", ">exposed", ">bubble", ">peak", "<mesh", "<transforms")
+MOST_KINDS = 10  # that are shown
 HEAVY = "parameters and moments alone are too large"  # one line for all of them
+
+
+def _row(choice: Choice) -> tuple[str, ...]:
+    mesh, _, transforms = str(choice.stack).partition(": ")
+    times = map(of_seconds, (choice.seconds, choice.exposed, choice.bubble))
+    return (*times, of_bytes(choice.peak_bytes), mesh, transforms)
 
 
 def front_of(choices: Iterable[Choice]) -> list[Choice]:

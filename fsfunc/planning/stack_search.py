@@ -29,7 +29,8 @@ from fsfunc.comm.mesh import Mesh
 from fsfunc.comm.tracebacks import api_boundary
 from fsfunc.core.losses import Loss
 from fsfunc.optim.optimizer import Optimizer
-from fsfunc.planning.candidates import Axes, Space, meshes
+from fsfunc.pipelining.schedules import ScheduleName
+from fsfunc.planning.candidates import SCHEDULES, Axes, Space, meshes
 from fsfunc.planning.machines import Hardware
 from fsfunc.planning.search_results import Search, front_of
 from fsfunc.planning.stacks import PIPE, Choice, Stack
@@ -43,9 +44,6 @@ from fsfunc.tree.types import PyTree
 _Params = TypeVar("_Params", bound=Any)
 _Batch = TypeVar("_Batch", bound=Any)
 Offloadable: TypeAlias = Literal["params", "moments", "activations"]
-ScheduleName: TypeAlias = Literal[
-    "gpipe", "one_f_one_b", "looped_bfs", "interleaved_1f1b", "zb_h1", "zb_v"
-]
 
 # The share of the peak that twice the accumulation must save, to try four times it.
 SAVES = 0.02
@@ -65,12 +63,7 @@ def search(
     zero: Sequence[Literal[0, 1, 2, 3]] = (0, 1, 2, 3),
     remat: Sequence[Policy | Mode | None] = (None, "always"),
     accumulate: Sequence[int] | None = None,
-    schedules: Sequence[ScheduleName] = (
-        "one_f_one_b",
-        "interleaved_1f1b",
-        "zb_h1",
-        "zb_v",
-    ),
+    schedules: Sequence[ScheduleName] = SCHEDULES,
     microbatches: Sequence[int] | None = None,
     compute: torch.dtype | Sequence[torch.dtype | None] | None = None,
     reduce: torch.dtype | None = None,
