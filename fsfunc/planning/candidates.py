@@ -17,8 +17,7 @@ from typing import NamedTuple, get_args
 
 import torch
 
-from fsfunc.pipelining import schedules
-from fsfunc.pipelining.actions import splits_backward
+from fsfunc.pipelining import actions, schedules
 from fsfunc.pipelining.schedules import ScheduleName
 from fsfunc.pipelining.verification import peak_microbatches
 from fsfunc.planning.machines import Hardware
@@ -169,13 +168,17 @@ class ScheduleFacts(NamedTuple):
     """What a schedule's actions say of the memory and time of its ranks.
 
     Args:
+        owners: the rank of each stage.
         splits_backward: whether gradients of parameters are actions of their own.
-        held: the most microbatches whose activations a rank holds at once, of all its
-            stages together.
+        held: for each rank, the most microbatches whose activations it holds at once:
+            in one of its v stages a microbatch counts 1/v.
+        halved: as ``held``, of microbatches after their I and before their W.
     """
 
-    splits_backward: bool
-    held: float
+    owners: tuple[int, ...] = (0,)
+    splits_backward: bool = False
+    held: tuple[float, ...] = (1,)
+    halved: tuple[float, ...] = (0,)
 
 
 @cache
@@ -185,12 +188,18 @@ def schedule_facts(name: str, n_stages: int, n_microbatches: int) -> ScheduleFac
     Cost: some microseconds an action, of which there are two or three for each stage
     and microbatch.
 
-    >>> schedule_facts("zb_v", 8, 8)
-    ScheduleFacts(splits_backward=True, held=4.0)
+    >>> schedule_facts("zb_h1", 2, 4).halved
+    (1.0, 2.0)
     """
     schedule = getattr(schedules, name)(n_stages, n_microbatches)
-    held = max(peak_microbatches(schedule))
-    return ScheduleFacts(splits_backward(schedule), held)
+    owners, splits = actions.owners(schedule), actions.splits_backward(schedule)
+    halved: list[float] = []
+    for row in schedule if splits else ():
+        changes = (("I" in a.traits.parts) - ("W" in a.traits.parts) for a in row)
+        n_stages_here = len(actions.stages_of(row))
+        halved.append(max(itertools.accumulate(changes, initial=0)) / n_stages_here)
+    held = peak_microbatches(schedule)
+    return ScheduleFacts(owners, splits, held, tuple(halved) or (0.0,) * len(held))
 
 
 def stages_of(stack: Stack) -> int:

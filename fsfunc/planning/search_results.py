@@ -78,6 +78,17 @@ class Search(Printed, Sequence[Choice]):
         return list(fastest.values())
 
     @property
+    def outlined_by_kind(self) -> list[Skipped]:
+        """Of kinds that were not planned, what fits and is fastest by an outline."""
+        planned = {choice.stack.kind for choice in self.tried}
+        fastest = dict[StackKind, Skipped]()
+        for one in sorted(self.skipped, key=lambda s: s.seconds):
+            may_fit = 0 < one.outlined_bytes <= self.memory
+            if may_fit and one.stack.kind not in planned:
+                fastest.setdefault(one.stack.kind, one)
+        return list(fastest.values())
+
+    @property
     def ties(self) -> list[Choice]:
         """Choices that fit and are slower than the best by less than its band."""
         fastest = self.front[0]
@@ -93,13 +104,22 @@ class Search(Printed, Sequence[Choice]):
         return self.text()
 
     def pieces(self, width: int | None) -> list[Table | str]:
-        kinds = self.by_kind
-        rows, n_front = list(map(_row, kinds)), len(self)
-        if len(kinds) == 1 or list(self.front) == kinds:  # one table says it
-            return [Table("", HEAD, self.rows(), most=n_front), *self._notes()]
-        by_kind = Table("The fastest of each kind", HEAD, rows, most=MOST_KINDS)
-        front = Table("Less memory in more time", HEAD, self.rows(), most=n_front)
-        return [by_kind, "", front, *self._notes()]
+        kinds, front = self.by_kind, list(self.front)
+        pieces: list[Table | str] = []
+        if len(kinds) > 1 and kinds != front:  # else the front says it
+            rows = list(map(_row, kinds))
+            pieces += [Table("The fastest of each kind", HEAD, rows, most=MOST_KINDS)]
+            pieces += [
+                "",
+                Table("Less memory in more time", HEAD, self.rows(), len(self)),
+            ]
+        else:
+            pieces += [Table("", HEAD, self.rows(), most=len(self))]
+        if outlined := self.outlined_by_kind:
+            rows = list(map(_outlined_row, outlined))
+            title = "Kinds of which none was planned, by an outline"
+            pieces += ["", Table(title, HEAD, rows, most=MOST_KINDS), ""]
+        return [*pieces, *self._notes()]
 
     def _notes(self) -> list[str]:
         n_fit = sum(c.fits for c in self.tried)
@@ -138,6 +158,12 @@ def _row(choice: Choice) -> tuple[str, ...]:
     mesh, _, transforms = str(choice.stack).partition(": ")
     times = map(of_seconds, (choice.seconds, choice.exposed, choice.bubble))
     return (*times, of_bytes(choice.peak_bytes), mesh, transforms)
+
+
+def _outlined_row(one: Skipped) -> tuple[str, ...]:
+    mesh, _, transforms = str(one.stack).partition(": ")
+    seconds, n_bytes = of_seconds(one.seconds), of_bytes(one.outlined_bytes)
+    return f"~{seconds}", "", "", f"~{n_bytes}", mesh, transforms
 
 
 def front_of(choices: Iterable[Choice]) -> list[Choice]:

@@ -198,6 +198,8 @@ def search(
         else:
             for ladder in space.without_pipeline(axes, trials.rows):
                 _climb(trials, ladder)
+    if plans is None and not any(choice.fits for choice in trials.tried):
+        trials.find_closest()
     searched = _make_result(trials)
     if not run:
         return searched
@@ -239,20 +241,27 @@ def _climb(trials: Trials, ladder: Sequence[Stack]) -> None:
 def _pipelined(trials: Trials, space: Space, axes: Axes) -> None:
     """Tries schedules at one ``zero``, and the best of them at the others."""
     choices: list[Choice] = []
-    for stack in space.pipelined(axes, trials.rows):
-        # The first `zero` whose state could fit at all.
-        options = [stack, *space.other_zeros(stack)]
-        stack = next(
-            (s for s in options if trials.least_bytes(s) <= trials.memory), stack
-        )
-        choice = trials.try_stack(stack)
-        if choice:
-            choices.append(choice)
-    best = front_of(choices)
-    others = [s for c in choices for s in space.other_zeros(c.stack)]
-    stacks_of_best = [s for c in best for s in space.other_zeros(c.stack)]
+    for first in space.pipelined(axes, trials.rows):
+        # The first `zero` with which it fits: what is too large at one may not be so at
+        # the next.
+        options = [first, *space.other_zeros(first)]
+        state_fits = [s for s in options if trials.least_bytes(s) <= trials.memory]
+        for stack in state_fits or options[:1]:
+            choice = trials.try_stack(stack)
+            if choice is not None:
+                choices.append(choice)
+            elif stack not in trials.too_large:
+                break  # it has no plan, whatever its `zero`
+            if choice is not None and choice.fits:
+                break
+    best = front_of(choice for choice in choices if choice.fits)
+    tried = [c.stack for c in choices]
+    others = dict.fromkeys(s for c in choices for s in space.other_zeros(c.stack))
+    others = [stack for stack in others if stack not in tried]
+    stacks_of_best = dict.fromkeys(s for c in best for s in space.other_zeros(c.stack))
     for stack in stacks_of_best:
-        trials.try_stack(stack)
+        if stack in others:
+            trials.try_stack(stack)
     not_tried = [s for s in others if s not in stacks_of_best]
     trials.skip(
         not_tried, "its schedule, microbatches and remat are worse at another zero"
@@ -265,8 +274,6 @@ def _make_result(trials: Trials) -> Search:
     Raises:
         ValueError: nothing fits, or nothing could be tried.
     """
-    if not any(choice.fits for choice in trials.tried):
-        trials.find_closest()
     fitting = [choice for choice in trials.tried if choice.fits]
     if not fitting:
         cause = trials.errors[0] if trials.errors and not trials.tried else None
@@ -283,7 +290,8 @@ def _explain_nothing(trials: Trials) -> str:
         closest = min(trials.tried, key=lambda c: c.needed_bytes)
         needed = closest.needed_bytes
         return (
-            f"none of {total} stacks fits in {limit}: the closest needs "
+            f"none of {total} stacks fits in {limit} ({len(trials.tried)} planned, the "
+            "others larger by a bound or an outline): the closest needs "
             f"{of_bytes(needed)}, {of_bytes(needed - trials.memory)} too much "
             f"({needed / trials.memory:.3g} times it): {closest.stack}"
         )

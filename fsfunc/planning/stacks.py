@@ -354,8 +354,13 @@ class Skipped(NamedTuple):
     Args:
         reason: why not, in words.
         least_bytes: the bytes that it needs at least, if that is the reason.
+        seconds: the time of a step by an outline, which was scaled to the plans of
+            others; 0 if none was asked.
+        outlined_bytes: what a rank holds by the outline.
     """
 
     stack: Stack
     reason: str
     least_bytes: int = 0
+    seconds: float = 0.0
+    outlined_bytes: int = 0
