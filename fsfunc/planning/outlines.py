@@ -2,8 +2,9 @@
 
 A plan costs some 0.1 s or 1 s, an outline 0.1 ms. So `trials` asks the outlines of all
 stacks which are worth a plan, and which cannot fit by far. An outline knows of each
-unit what one recording of the loss says: FLOPs, bytes that it saves, its parameters.
-It is within some tens of percent of a plan::
+unit what one recording of the loss says: FLOPs, bytes that it saves, its parameters;
+of a pipeline, what the schedule's actions say, and where the loss will be cut. It is
+within some tens of percent of a plan::
 
     seconds = max(compute, transfers) + 0.3 min(compute, transfers) + bubble + ...
     bytes   = state + max(activations + sums of gradients, gradients) + what is in use

@@ -2,9 +2,9 @@
 
 `candidates` lists meshes and stacks, `trials` plans and estimates one, and
 `search_results` is what comes back. Here is the order of trials: all stacks of a small
-space; of a large one those whose outlines are best; accumulation step by step, for as
-long as it saves memory; a pipeline's schedules at one ``zero`` first. With ``run=`` the
-fastest are run on the processes at hand, and timed.
+space; of a large one those whose outlines are best, of each kind first; accumulation
+step by step, for as long as it saves memory; a pipeline's schedules at one ``zero``
+first. With ``run=`` the fastest are run on the processes at hand, and timed.
 """
 
 from __future__ import annotations
@@ -78,16 +78,18 @@ def search(
 
     Each stack is planned on an abstract mesh and its plan estimated on ``hardware``:
     nothing is computed, sent or allocated. The result is the Pareto front of those that
-    fit, fastest first: of two, the slower one holds less. A choice has its ``code``,
-    and ``build(train_step, mesh)`` makes the same step.
+    fit, fastest first: of two, the slower one holds less. ``by_kind`` has the fastest
+    of each kind: of stacks with several ranks along the same axes, the same ``zero``
+    and schedule, and the same values on the host. A choice has its ``code``, and
+    ``build(train_step, mesh)`` makes the same step.
 
     Stacks that are not planned are in ``skipped``, with the reason: parameters and
     moments alone are too large, or with whole gradients, or with the activations that
-    another plan had with no more rows; an outline in closed form is half as large again
-    as what fits; the batch or the units cannot be cut for the mesh; more accumulation
-    saves less than 2% of the peak. With a pipeline, schedule, microbatches and remat
-    are chosen at one ``zero``, and only the best are tried with the others: that is a
-    shortcut, all else is not.
+    another plan had with no more rows; an outline in closed form is by more than its
+    error larger than what fits; the batch or the units cannot be cut for the mesh; more
+    accumulation saves less than 2% of the peak. With a pipeline, schedule, microbatches
+    and remat are chosen at the first ``zero`` with which they fit, and only the best
+    are tried with the others: that is a shortcut, all else is not.
 
     Args:
         loss_fn: ``loss_fn(params, batch)``, whose layers are units.
@@ -122,16 +124,18 @@ def search(
             rows. Every mesh has the axes named here and in ``layouts``, if need be
             with one rank, so that the loss may name them.
         plans: how many stacks are planned at most: those that fit by an outline in
-            closed form, the fastest first, until the others are slower by more than an
-            outline can be off. If none of them fits, as many more, the smallest. None:
-            all of up to 200 stacks, 12 of more.
+            closed form, the fastest of each kind first, until the others are slower by
+            more than an outline can be off. If none of them fits, as many more, three
+            at least, the smallest that may fit by their outlines. None: all of up to
+            200 stacks, 12 of more.
         run: how many of the fastest are run here, a few steps each, on the processes
             that there are (one, or those of torchrun), with the parameters and the
             batch that are given; ``best`` is then the fastest that was measured.
 
     Returns:
-        a :class:`Search`: the front as a sequence; ``best`` is the fastest, ``ranked``
-        all that fit, ``tried`` all that were planned. ``print`` it for a table.
+        a :class:`Search`: the front as a sequence; ``best`` is the fastest, ``by_kind``
+        the fastest of each kind, ``ranked`` all that fit, ``tried`` all that were
+        planned. ``print`` it for a table.
 
     Raises:
         ValueError: nothing fits: by how much the closest misses. Every stack is

@@ -23,15 +23,16 @@ from fsfunc.planning.candidates import (
     schedule_facts,
     stages_of,
 )
-from fsfunc.planning.hardware import CPU, H100
+from fsfunc.planning.hardware import CPU, H100, replace
 from fsfunc.planning.stack_search import search
 from fsfunc.planning.stacks import Stack
 from fsfunc.planning.trials import BYTES_OFF, Training, Trials
 from fsfunc.state.shared_records import sharing_records
 
-SIZES = {"vocab": 64, "seq": 16, "dim": 64, "layers": 4, "heads": 2}
-ROWS = 16
+SIZES = {"vocab": 64, "seq": 16, "dim": 64, "layers": 2, "heads": 2}
+ROWS = 8
 OPTIMIZER = ff.sharded_adam(1e-3)
+CARD = replace(H100, fresh=1e9)  # what is held decides, not what is reserved
 WIDE = {"compute": torch.bfloat16, "reduce": torch.float32}
 
 
@@ -45,15 +46,15 @@ def batch(rows=ROWS):
 
 
 @cache
-def trials(hardware=H100, memory=1e12):
+def trials():
     """Of all stacks: none is too large."""
     given = Training(gpt.loss_fn, OPTIMIZER, init, batch())
-    return Trials(given, hardware, memory, Space())
+    return Trials(given, CARD, 1e12, Space())
 
 
 @cache
-def planned(stack, hardware=H100):
-    return trials(hardware).try_stack(stack, anyway=True)
+def planned(stack):
+    return trials().try_stack(stack, anyway=True)
 
 
 @st.composite
@@ -88,7 +89,7 @@ def test_what_a_search_skips_by_is_below_the_plan(stack):
 @given(stacks(), stacks())
 def test_a_planned_stack_bounds_the_time_of_another(one, other):
     first, second = planned(one), planned(other)
-    fresh = Trials(Training(gpt.loss_fn, OPTIMIZER, init, batch()), H100, 1e12, Space())
+    fresh = Trials(Training(gpt.loss_fn, OPTIMIZER, init, batch()), CARD, 1e12, Space())
     assert fresh.least_seconds(other) == 0
     fresh.tried.append(first)
     assert fresh.least_seconds(other) <= second.seconds
@@ -119,12 +120,16 @@ def test_plans_with_a_shared_record_are_those_without(stack):
 SPACES = [
     {"mesh_sizes": {"data": 2}},
     {"mesh_sizes": {"pipe": 2}, "schedules": ("one_f_one_b", "zb_h1")},
-    {"mesh_sizes": [{"data": 4}, {"data": 2, "pipe": 2}], "microbatches": (2, 4)},
+    {
+        "mesh_sizes": [{"data": 4}, {"data": 2, "pipe": 2}],
+        "microbatches": (2,),
+        "schedules": ("one_f_one_b",),
+    },
 ]
 
 
 @pytest.mark.parametrize("space", SPACES)
-@pytest.mark.parametrize("share", [0.0, 0.4, 1.0])
+@pytest.mark.parametrize("share", [0.0, 0.4])
 def test_the_best_is_that_of_all_plans(space, share):
     """In as much memory as the least stack needs, the largest, or between."""
     space = {"accumulate": (1, 2), **WIDE, **space}
@@ -132,7 +137,7 @@ def test_the_best_is_that_of_all_plans(space, share):
     sizes = sorted(c.needed_bytes for c in every)
     memory = sizes[0] + share * (sizes[-1] - sizes[0])
     fitting = [c for c in every if c.needed_bytes <= memory]
-    found = search(gpt.loss_fn, OPTIMIZER, init, batch(), **space, hardware=H100,
+    found = search(gpt.loss_fn, OPTIMIZER, init, batch(), **space, hardware=CARD,
                    memory=memory)  # fmt: skip
     best = min(c.seconds for c in fitting)
     assert found.best.seconds == best
@@ -152,7 +157,7 @@ def all_choices(key, space):
         options["compute"] = (options["compute"],)
         given = Space(**options)
         tried = Trials(
-            Training(gpt.loss_fn, OPTIMIZER, init, batch()), H100, 1e12, given
+            Training(gpt.loss_fn, OPTIMIZER, init, batch()), CARD, 1e12, given
         )
         stacks = []
         for axes in sizes:
