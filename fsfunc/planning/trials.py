@@ -61,6 +61,7 @@ _T = TypeVar("_T")
 # By these factors the outline of a stack may be above its plan. Once a stack of its
 # kind was planned, an outline is scaled to that, and is then nearer.
 BYTES_OFF, SECONDS_OFF, OFF_IN_KIND = 1.4, 1.3, 1.1
+_HEAVY = "too large with whole gradients, or activations as in another plan"
 CLOSEST = 3  # plans at least, of the smallest stacks, where none has fit
 
 
@@ -224,7 +225,7 @@ class Trials:
 
     def _why_too_large(self, stack: Stack) -> str:
         """Returns why a stack is foreseen not to fit, or ""; records its bytes."""
-        reason = "too large with whole gradients, or activations as in another plan"
+        reason = _HEAVY
         outline_bytes = self.outlines.outline(stack).bytes
         if (n_bytes := self.foreseen_bytes(stack)) <= self.memory:
             n_bytes = int(outline_bytes / BYTES_OFF)
@@ -318,9 +319,13 @@ class Trials:
         best. If none of them fits, it tries as many more, three at least, the smallest.
         """
         possible = [stack for stack in stacks if not self._is_impossible(stack)]
+        light = [s for s in possible if self.foreseen_bytes(s) <= self.memory]
+        if light:  # else all have outlines, to find the smallest
+            heavy = set(possible).difference(light)
+            self.skip([s for s in possible if s in heavy], _HEAVY)
+            possible = light
         outlines = {stack: self.outlines.outline(stack) for stack in possible}
-        bounds = {s: outline.bytes / BYTES_OFF for s, outline in outlines.items()}
-        may_fit = [stack for stack in possible if bounds[stack] <= self.memory]
+        may_fit = [s for s in possible if self.least_needed(s) <= self.memory]
         # What fits by its outline comes before what fits if the outline is off.
         ordered = sorted(
             may_fit,
@@ -331,24 +336,21 @@ class Trials:
             first_of_kind.setdefault(stack.kind, stack)
         # Kinds have half of the plans at most.
         queue = dict.fromkeys([*first_of_kind.values()][: (plans + 1) // 2])
-        others = []
+        others = dict.fromkeys(possible)
         for stack in [*queue, *(s for s in ordered if s not in queue)]:
-            if len(self.tried) < plans and not self._is_behind(stack):
+            is_worth = not (self._is_behind(stack) or self._is_larger(stack))
+            if len(self.tried) < plans and is_worth:
+                del others[stack]
                 self.try_stack(stack)
-            else:
-                others.append(stack)
-        too_large = [stack for stack in possible if bounds[stack] > self.memory]
-        others += too_large
         n_more = max(plans, CLOSEST)
         for stack in sorted(others, key=lambda s: outlines[s].bytes):
-            is_found = any(choice.fits for choice in self.tried)
+            if any(choice.fits for choice in self.tried) or not n_more:
+                break
             # The smallest is planned in any case, to say by how much it misses.
-            is_worth = stack in may_fit or not self.tried
-            if is_found or not n_more or not is_worth or self._is_larger(stack):
-                continue
-            n_more -= 1
-            others.remove(stack)
-            self.try_stack(stack, anyway=not self.tried)
+            if not self.tried or not self._is_larger(stack):
+                n_more -= 1
+                del others[stack]
+                self.try_stack(stack, anyway=not self.tried)
         ratios = [
             choice.seconds / outlines[choice.stack].seconds for choice in self.tried
         ]
@@ -366,16 +368,8 @@ class Trials:
         return bool(fitting) and self.least_seconds(stack) > min(fitting)
 
     def _is_larger(self, stack: Stack) -> bool:
-        """Returns whether a stack needs more than the memory, as others of its kind."""
-        alike = [
-            (c.needed_bytes, self.outlines.outline(c.stack).bytes)
-            for c in self.tried
-            if c.stack.kind == stack.kind
-        ]
-        if not alike:
-            return False
-        ratio = min(needed / outlined for needed, outlined in alike)
-        return self.outlines.outline(stack).bytes * ratio / OFF_IN_KIND > self.memory
+        """Returns whether a stack does not fit, as far as its outline may be off."""
+        return self.least_needed(stack) > self.memory
 
     def least_seconds(self, stack: Stack) -> float:
         """Returns the least time that a plan of a stack may find, by its outline.
@@ -384,13 +378,26 @@ class Trials:
         for those of one kind. The least factor so far makes of an outline the least
         time. Without any plan it is 0.
         """
-        alike = [c for c in self.tried if c.stack.kind == stack.kind]
-        ratios = [
-            c.seconds / self.outlines.outline(c.stack).seconds
-            for c in alike or self.tried
-        ]
-        off = OFF_IN_KIND if alike else SECONDS_OFF
+        choices, is_kind = self._tried_like(stack)
+        ratios = [c.seconds / self.outlines.outline(c.stack).seconds for c in choices]
+        off = OFF_IN_KIND if is_kind else SECONDS_OFF
         return self.outlines.outline(stack).seconds * min(ratios, default=0.0) / off
+
+    def least_needed(self, stack: Stack) -> float:
+        """Returns the least memory that a plan of a stack may need, by its outline.
+
+        As :meth:`least_seconds`; without any plan, the outline less its error.
+        """
+        choices, is_kind = self._tried_like(stack)
+        outline_of = self.outlines.outline
+        ratios = [c.needed_bytes / outline_of(c.stack).bytes for c in choices]
+        off = OFF_IN_KIND if is_kind else BYTES_OFF
+        return outline_of(stack).bytes * min(ratios, default=1.0) / off
+
+    def _tried_like(self, stack: Stack) -> tuple[list[Choice], bool]:
+        """Returns what was tried of a stack's kind; or all, and False."""
+        alike = [c for c in self.tried if c.stack.kind == stack.kind]
+        return alike or self.tried, bool(alike)
 
     def find_closest(self) -> None:
         """Plans skipped stacks, until all others are foreseen to be larger.

@@ -87,12 +87,13 @@ def test_what_a_search_skips_by_is_below_the_plan(stack):
 
 @settings(max_examples=12)
 @given(stacks(), stacks())
-def test_a_planned_stack_bounds_the_time_of_another(one, other):
+def test_a_planned_stack_bounds_the_time_and_memory_of_another(one, other):
     first, second = planned(one), planned(other)
     fresh = Trials(Training(gpt.loss_fn, OPTIMIZER, init, batch()), CARD, 1e12, Space())
     assert fresh.least_seconds(other) == 0
     fresh.tried.append(first)
     assert fresh.least_seconds(other) <= second.seconds
+    assert fresh.least_needed(other) <= second.needed_bytes
 
 
 @settings(max_examples=8)
