@@ -40,6 +40,9 @@ from fsfunc.tracing.programs import Program, Spec, TracedCall
 _USUAL = 0.4  # the share of the peak, if the hardware does not say what is usual
 _BESIDE = 0.3  # the share of the shorter of computing and sending that does not overlap
 _OPERATORS = 60  # of a unit, forward and backward: a transformer's layer has as many
+# Computing with remat over that without: a forward more would be 4/3, but of a unit's
+# last product no backward reads a value, so that it is not made again.
+_RECOMPUTED = 1.25
 _ALIKE = 0.1  # two outlines that differ by less are equal
 _ROUNDS = 4  # how many of a loop's equal parts a plan runs
 _SPLIT = 1 / 3  # the share of a bubble that is left if weight gradients fill it
@@ -145,16 +148,16 @@ class Outlines:
         parts = math.prod(stack.parts_by_dim.values())
         share = parts * stack.parts_of(axes_of(stack.layouts))  # 1 / a rank's part
         n_stage_ranks = stack.parts_of((PIPE,))
-        recompute_factor = 1 if stack.remat in (None, "never") else 4 / 3
+        recompute_factor = 1 if stack.remat in (None, "never") else _RECOMPUTED
         facts = _facts_of(stack)
         ranks = self._shares(facts.owners)
         name = str(stack.compute or torch.float32).removeprefix("torch.")
         peak = self.hardware.peak.get(name) or max(self.hardware.peak.values())
         rate = peak * (self.hardware.utilisation or _USUAL)
-        # A backward computes twice what a forward does; a recompute one forward more.
-        # All ranks of a pipeline wait for the one that has most to do.
-        flops = max(rank.flops for rank in ranks)
-        compute = 3 * recompute_factor * flops / share / rate
+        # A backward computes twice what a forward does. All ranks of a pipeline wait
+        # for the one that has most to do.
+        flops = [rank.flops for rank in ranks]
+        compute = 3 * recompute_factor * max(flops) / share / rate
         # Small units are bound by the host, which launches each operator.
         launches = _OPERATORS * recompute_factor * max(rank.calls for rank in ranks)
         passes = stack.accumulate * stack.microbatches
@@ -163,26 +166,27 @@ class Outlines:
         seconds = max(compute, transfer_seconds) + _BESIDE * min(
             compute, transfer_seconds
         )
-        # (P - 1) / (M · v) of the computing, as the schedules' docstrings have it.
+        # As the pipeline fills and drains, the busiest rank waits for one microbatch on
+        # one stage of each other rank: (P - 1) / (M · v) of the computing, if ranks
+        # have equal parts of it.
         if n_stage_ranks > 1:
             chunks = len(facts.owners) // n_stage_ranks
+            others = (sum(flops) / max(flops) - 1) if max(flops) else n_stage_ranks - 1
             bubble_share = _SPLIT if facts.splits_backward else 1.0
-            seconds += (
-                bubble_share
-                * compute
-                * (n_stage_ranks - 1)
-                / (stack.microbatches * chunks)
-            )
+            seconds += bubble_share * compute * others / (stack.microbatches * chunks)
         seconds += (
             self._offload_seconds(stack)
             + self._layout_seconds(stack, recompute_factor > 1) / n_stage_ranks
+            + self._update_seconds(stack)
         )
         held = zip(ranks, facts.held, facts.halved, strict=True)
         peak_bytes = max(
             self._peak_bytes(stack, rank, share, recompute_factor > 1, *counts)
             for rank, *counts in held
         )
-        rounds = min(stack.accumulate, _ROUNDS) * stack.microbatches
+        rounds = min(stack.accumulate, _ROUNDS)
+        if n_stage_ranks > 1:  # those that are like the one before are not run
+            rounds = min(stack.microbatches, 2 * n_stage_ranks + _ROUNDS)
         return Outline(seconds, peak_bytes, rounds * len(self.calls))
 
     def _shares(self, owners: tuple[int, ...]) -> list[_Share]:
@@ -235,12 +239,13 @@ class Outlines:
         if recomputes:
             activations += halved * rank.saved + rank.largest_saved
         activations *= size / share / parts
-        # Parameters are gathered (zero=3), or cast, for a unit's run. They stay until
-        # its backward if that comes later, without a recompute.
+        # Parameters are gathered (zero=3) for a microbatch, or cast for all of them.
+        # They stay until a backward that comes later, without a recompute.
         if stack.zero == 3 or size < 1 and not stack.zero:
             keeps_whole = halved or stack.zero != 3 and not recomputes
+            copies = held if stack.zero == 3 else 1
             activations += size * (
-                held * stage_params if keeps_whole else 2 * unit_params
+                copies * stage_params if keeps_whole else 2 * unit_params
             )
         gradient_sums = self._gradient_bytes(stack, stage_params)
         in_use = unit_params * (size + size_in(stack.reduce or stack.compute))
@@ -262,6 +267,18 @@ class Outlines:
         if stack.zero in (2, 3) and not accumulates:
             return stage_params / n_shards
         return size * stage_params
+
+    def _update_seconds(self, stack: Stack) -> float:
+        """Returns the seconds in which gradients are summed, and the state updated.
+
+        Memory bounds both: a sum reads two values and writes one, an update reads and
+        writes the state.
+        """
+        state_bytes = least_state_bytes(stack, self.params, self.moments)
+        stage_params = self.params / stack.parts_of({PIPE, *axes_of(stack.layouts)})
+        sums = stack.accumulate * stack.microbatches - 1
+        sum_bytes = 3 * sums * self._gradient_bytes(stack, stage_params)
+        return (2 * state_bytes + sum_bytes) / self.hardware.bandwidth
 
     def _offload_seconds(self, stack: Stack) -> float:
         """Returns the seconds of copies to the host and back, which overlap nothing."""

@@ -47,7 +47,8 @@ Offloadable: TypeAlias = Literal["params", "moments", "activations"]
 
 # The share of the peak that twice the accumulation must save, to try four times it.
 SAVES = 0.02
-MANY, FEW = 200, 12  # of more than MANY stacks FEW are planned
+MANY, FEW = 200, 12  # of more than MANY stacks FEW are planned,
+MOST_CALLS = 3000  # of as many unit calls in all
 
 
 @api_boundary
@@ -127,7 +128,7 @@ def search(
             closed form, the fastest of each kind first, until the others are slower by
             more than an outline can be off. If none of them fits, as many more, three
             at least, the smallest that may fit by their outlines. None: all of up to
-            200 stacks, 12 of more.
+            200 stacks; 12 of more, and fewer if that would be 3,000 unit calls.
         run: how many of the fastest are run here, a few steps each, on the processes
             that there are (one, or those of torchrun), with the parameters and the
             batch that are given; ``best`` is then the fastest that was measured.
@@ -191,18 +192,20 @@ def search(
     sizes = [axes for axes in sizes if trials.lies_on(axes)]
     all_stacks = [stack for axes in sizes for stack in _stacks(trials, space, axes)]
     # A plan takes 0.1 to 1 s, an outline 0.1 ms.
-    if plans is None and len(all_stacks) > MANY:
-        plans = FEW
+    is_small = plans is None and len(all_stacks) <= MANY
     if plans is not None:
         trials.try_promising(all_stacks, plans)
-        sizes = []  # nothing is left to try mesh by mesh
+    elif not is_small:
+        trials.try_promising(all_stacks, FEW, MOST_CALLS)
+    # Of a large space nothing is left to try mesh by mesh.
+    sizes = sizes if is_small else []
     for axes in sizes:
         if dict(axes).get(PIPE, 1) > 1:
             _pipelined(trials, space, axes)
         else:
             for ladder in space.without_pipeline(axes, trials.rows):
                 _climb(trials, ladder)
-    if plans is None and not any(choice.fits for choice in trials.tried):
+    if is_small and not any(choice.fits for choice in trials.tried):
         trials.find_closest()
     searched = _make_result(trials)
     if not run:

@@ -60,7 +60,7 @@ _T = TypeVar("_T")
 
 # By these factors the outline of a stack may be above its plan. Once a stack of its
 # kind was planned, an outline is scaled to that, and is then nearer.
-BYTES_OFF, SECONDS_OFF, OFF_IN_KIND = 1.4, 1.3, 1.1
+BYTES_OFF, SECONDS_OFF, OFF_IN_KIND = 1.4, 1.4, 1.15
 _HEAVY = "too large with whole gradients, or activations as in another plan"
 CLOSEST = 3  # plans at least, of the smallest stacks, where none has fit
 
@@ -312,11 +312,18 @@ class Trials:
             self.skip([stack], reason or str(error))
             return None
 
-    def try_promising(self, stacks: Sequence[Stack], plans: int) -> None:
+    def try_promising(
+        self, stacks: Sequence[Stack], plans: int, unit_calls: float = float("inf")
+    ) -> None:
         """Tries the stacks with the best outlines, until so many are planned.
 
         The fastest of each kind come first, as outlines compare stacks of one kind
         best. If none of them fits, it tries as many more, three at least, the smallest.
+
+        Args:
+            stacks: those to choose from.
+            plans: how many are planned.
+            unit_calls: how many unit calls their plans run at most, once one fits.
         """
         possible = [stack for stack in stacks if not self._is_impossible(stack)]
         light = [s for s in possible if self.foreseen_bytes(s) <= self.memory]
@@ -336,15 +343,21 @@ class Trials:
             first_of_kind.setdefault(stack.kind, stack)
         # Kinds have half of the plans at most.
         queue = dict.fromkeys([*first_of_kind.values()][: (plans + 1) // 2])
-        others = dict.fromkeys(possible)
+        others, costly = dict.fromkeys(possible), set[Stack]()
         for stack in [*queue, *(s for s in ordered if s not in queue)]:
-            is_worth = not (self._is_behind(stack) or self._is_larger(stack))
-            if len(self.tried) < plans and is_worth:
-                del others[stack]
-                self.try_stack(stack)
+            if len(self.tried) == plans:
+                break
+            if self._is_behind(stack) or self._is_larger(stack):
+                continue
+            if outlines[stack].calls > unit_calls and self._any_fits():
+                costly.add(stack)
+                continue
+            unit_calls -= outlines[stack].calls
+            del others[stack]
+            self.try_stack(stack)
         n_more = max(plans, CLOSEST)
         for stack in sorted(others, key=lambda s: outlines[s].bytes):
-            if any(choice.fits for choice in self.tried) or not n_more:
+            if self._any_fits() or not n_more:
                 break
             # The smallest is planned in any case, to say by how much it misses.
             if not self.tried or not self._is_larger(stack):
@@ -358,9 +371,16 @@ class Trials:
         for stack in others:
             seconds, n_bytes, _ = outlines[stack]
             reason = "by an outline others are faster, which were planned"
-            if n_bytes > self.memory:
+            if stack in costly and not self._is_behind(stack):
+                reason = (
+                    "long to plan, and by an outline not faster for sure: see plans="
+                )
+            elif n_bytes > self.memory:
                 reason = "an outline of it does not fit"
             self.skipped.append(Skipped(stack, reason, 0, seconds * scale, n_bytes))
+
+    def _any_fits(self) -> bool:
+        return any(choice.fits for choice in self.tried)
 
     def _is_behind(self, stack: Stack) -> bool:
         """Returns whether a planned stack is faster, as far as outlines may be off."""
