@@ -10,7 +10,7 @@ Processor time of this process, of six searches:
 175B, none    the same on cards of a quarter of the memory, on which no stack fits
 175B, pipes   the same on the meshes with a pipeline of 32 stages alone
 small         a small GPT on 2 ranks, of which every stack is planned
-small, none   the same in a tenth of the memory of the least
+small, none   the same in three quarters of the memory of the least
 ============  ==========================================================================
 
 `--quick` searches models of two layers on 8 ranks.
@@ -90,7 +90,7 @@ def searches(quick: bool) -> dict[str, Callable[[], Search]]:
         "175B, none": lambda: search_large(gpt, gpt_ranks, quick, little),
         "175B, pipes": lambda: search_large(gpt, pipes, quick),
         "small": search_small,
-        "small, none": lambda: search_small(60e3),
+        "small, none": lambda: search_small(1.5e6),
     }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import itertools
 from functools import cache
@@ -76,7 +77,7 @@ def stacks(draw):
     return stack
 
 
-@settings(max_examples=25)
+@settings(max_examples=12)
 @given(stacks())
 def test_what_a_search_skips_by_is_below_the_plan(stack):
     """Bytes that a stack has at least, of three kinds."""
@@ -85,7 +86,7 @@ def test_what_a_search_skips_by_is_below_the_plan(stack):
     assert tried.outlines.outline(stack).bytes / BYTES_OFF <= choice.peak_bytes
 
 
-@settings(max_examples=12)
+@settings(max_examples=6)
 @given(stacks(), stacks())
 def test_a_planned_stack_bounds_the_time_and_memory_of_another(one, other):
     first, second = planned(one), planned(other)
@@ -96,21 +97,20 @@ def test_a_planned_stack_bounds_the_time_and_memory_of_another(one, other):
     assert fresh.least_needed(other) <= second.needed_bytes
 
 
-@settings(max_examples=8)
+@settings(max_examples=4)
 @given(stacks())
 def test_plans_with_a_shared_record_are_those_without(stack):
-    """Whichever stack was recorded first."""
     mesh = ff.make_mesh(dict(stack.axes), "abstract")
     rows = ROWS // stack.parts
     step = OPTIMIZER(ff.value_and_grad(gpt.loss_fn))
     given = init, OPTIMIZER, batch(rows)
     alone = ff.plan(stack.apply(step, mesh), *given, mesh=mesh)
-    zeros = [None] if stack.zero is None else range(4)
-    records = {}
-    for zero, remat in itertools.product(zeros, (None, "always")):
-        variant = Stack(**{**vars(stack), "zero": zero, "remat": remat})
-        with sharing_records(records):
-            ff.plan(variant.apply(step, mesh), *given, mesh=mesh)
+    # Another one is recorded first: of another `zero`, and of what is computed again.
+    zero = None if stack.zero is None else (stack.zero + 1) % 4
+    remat = "always" if stack.remat is None else None
+    first, records = dataclasses.replace(stack, zero=zero, remat=remat), {}
+    with sharing_records(records):
+        ff.plan(first.apply(step, mesh), *given, mesh=mesh)
     assert records
     with sharing_records(records):
         shared = ff.plan(stack.apply(step, mesh), *given, mesh=mesh)
