@@ -26,7 +26,6 @@ from fsfunc.planning.candidates import (
 )
 from fsfunc.planning.hardware import CPU, H100, replace
 from fsfunc.planning.stack_search import search
-from fsfunc.planning.stacks import Stack
 from fsfunc.planning.trials import BYTES_OFF, Training, Trials
 from fsfunc.state.shared_records import sharing_records
 
