@@ -53,11 +53,20 @@ Sent = tuple[Mapping[str, int], Mapping[Record, int]]
 
 
 class Outline(NamedTuple):
-    """Seconds of a step, bytes that a rank holds, and unit calls that a plan runs."""
+    """What a stack takes.
+
+    Args:
+        seconds: of a step.
+        bytes: that a rank holds.
+        calls: the unit calls that a plan runs.
+        device_seconds: of a step whose operators cost the host nothing: of this an
+            outline knows least.
+    """
 
     seconds: float
     bytes: int
     calls: int
+    device_seconds: float
 
     @property
     def order(self) -> tuple[int, int, float]:
@@ -161,20 +170,22 @@ class Outlines:
         # Small units are bound by the host, which launches each operator.
         launches = _OPERATORS * recompute_factor * max(rank.calls for rank in ranks)
         passes = stack.accumulate * stack.microbatches
-        compute = max(compute, launches * self.hardware.overhead * passes)
-        transfer_seconds = self._transfer_seconds(stack)
-        seconds = max(compute, transfer_seconds) + _BESIDE * min(
-            compute, transfer_seconds
-        )
+        host = max(compute, launches * self.hardware.overhead * passes)
         # As the pipeline fills and drains, the busiest rank waits for one microbatch on
         # one stage of each other rank: (P - 1) / (M · v) of the computing, if ranks
         # have equal parts of it.
+        bubble_share = 0.0
         if n_stage_ranks > 1:
             chunks = len(facts.owners) // n_stage_ranks
             others = (sum(flops) / max(flops) - 1) if max(flops) else n_stage_ranks - 1
             bubble_share = _SPLIT if facts.splits_backward else 1.0
-            seconds += bubble_share * compute * others / (stack.microbatches * chunks)
-        seconds += (
+            bubble_share *= others / (stack.microbatches * chunks)
+        transfers = self._transfer_seconds(stack)
+        seconds, device_seconds = (
+            max(busy, transfers) + _BESIDE * min(busy, transfers) + bubble_share * busy
+            for busy in (host, compute)
+        )
+        beside = (
             self._offload_seconds(stack)
             + self._layout_seconds(stack, recompute_factor > 1) / n_stage_ranks
             + self._update_seconds(stack)
@@ -187,7 +198,12 @@ class Outlines:
         rounds = min(stack.accumulate, _ROUNDS)
         if n_stage_ranks > 1:  # those that are like the one before are not run
             rounds = min(stack.microbatches, 2 * n_stage_ranks + _ROUNDS)
-        return Outline(seconds, peak_bytes, rounds * len(self.calls))
+        calls = rounds * len(self.calls)
+        return Outline(seconds + beside, peak_bytes, calls, device_seconds + beside)
+
+    def shares_of(self, stack: Stack) -> list[float]:
+        """Returns the share of all parameters that each rank of a pipeline has."""
+        return [rank.params for rank in self._shares(_facts_of(stack).owners)]
 
     def _shares(self, owners: tuple[int, ...]) -> list[_Share]:
         """Returns what each rank of a pipeline has of the loss, cut as it will be.

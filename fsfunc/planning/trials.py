@@ -99,7 +99,7 @@ class Trials:
         rows: of the batch.
         params, moments: bytes of all of them, whole.
         activations: by what decides them beside rows (`_computes`), pairs (rows of a
-            part, bytes of activations) of each plan.
+            part, bytes of each planned rank's activations) of each plan.
         too_large: the sizes of stacks that were skipped as too large.
         tried, skipped: the results.
         sent_over: by axes of layouts, what a forward sends over them.
@@ -141,7 +141,7 @@ class Trials:
                 raise ValueError(f'dims: "{axis}" cuts dim {dim}, which no batch has')
         self.step = _train_step(loss_fn, self.optimizer)
         self.params, self.moments = self._run_fake(self._state_bytes)
-        self.activations: dict[Hashable, list[tuple[int, int]]] = {}
+        self.activations: dict[Hashable, list[tuple[int, tuple[int, ...]]]] = {}
         self.too_large: dict[Stack, TooLarge] = {}
         self.tried: list[Choice] = []
         self.skipped: list[Skipped] = []
@@ -215,10 +215,18 @@ class Trials:
         a plan with fewer rows is a lower bound.
         """
         rows, planned = self._rows_of(stack), self.activations.get(_computes(stack), ())
-        activations = max((a for n, a in planned if n <= rows), default=0)
-        return self.least_bytes(stack) + max(
-            activations, whole_gradient_bytes(stack, self.params)
-        )
+        least_bytes = self.least_bytes(stack)
+        sizes = [least_bytes + whole_gradient_bytes(stack, self.params)]
+        for planned_rows, activations in planned:
+            if planned_rows <= rows:
+                # A rank of a pipeline has its own part of the state beside them.
+                shares = self.outlines.shares_of(stack)
+                if len(shares) != len(activations):  # programs differ for other reasons
+                    shares = [min(shares)] * len(activations)
+                pairs = zip(shares, activations, strict=True)
+                n_ranks = stack.parts_of((PIPE,))
+                sizes += [int(s * n_ranks * least_bytes) + a for s, a in pairs]
+        return max(sizes)
 
     def _rows_of(self, stack: Stack) -> int:
         return self.rows // stack.parts // stack.accumulate
@@ -266,7 +274,7 @@ class Trials:
             return None
         activations = self.activations.setdefault(_computes(stack), [])
         activations.append(
-            (self._rows_of(stack), max(map(_activations, planned.ranks)))
+            (self._rows_of(stack), tuple(map(_activations, planned.ranks)))
         )
         estimated = estimate(planned, self.hardware)
         needed = needed_bytes(planned, self.bounded)
@@ -369,7 +377,7 @@ class Trials:
         ]
         scale = statistics.median(ratios) if ratios else 1.0
         for stack in others:
-            seconds, n_bytes, _ = outlines[stack]
+            seconds, n_bytes = outlines[stack][:2]
             reason = "by an outline others are faster, which were planned"
             if stack in costly and not self._is_behind(stack):
                 reason = (
@@ -401,7 +409,8 @@ class Trials:
         choices, is_kind = self._tried_like(stack)
         ratios = [c.seconds / self.outlines.outline(c.stack).seconds for c in choices]
         off = OFF_IN_KIND if is_kind else SECONDS_OFF
-        return self.outlines.outline(stack).seconds * min(ratios, default=0.0) / off
+        least_seconds = self.outlines.outline(stack).device_seconds
+        return least_seconds * min(ratios, default=0.0) / off
 
     def least_needed(self, stack: Stack) -> float:
         """Returns the least memory that a plan of a stack may need, by its outline.

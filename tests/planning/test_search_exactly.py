@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import itertools
+from contextlib import nullcontext
 from functools import cache
 from typing import get_args
 
@@ -99,22 +100,28 @@ def test_a_planned_stack_bounds_the_time_and_memory_of_another(one, other):
 @settings(max_examples=4)
 @given(stacks())
 def test_plans_with_a_shared_record_are_those_without(stack):
-    mesh = ff.make_mesh(dict(stack.axes), "abstract")
-    rows = ROWS // stack.parts
-    step = OPTIMIZER(ff.value_and_grad(gpt.loss_fn))
-    given = init, OPTIMIZER, batch(rows)
-    alone = ff.plan(stack.apply(step, mesh), *given, mesh=mesh)
     # Another one is recorded first: of another `zero`, and of what is computed again.
     zero = None if stack.zero is None else (stack.zero + 1) % 4
     remat = "always" if stack.remat is None else None
     first, records = dataclasses.replace(stack, zero=zero, remat=remat), {}
     with sharing_records(records):
-        ff.plan(first.apply(step, mesh), *given, mesh=mesh)
+        plan_of(first)
     assert records
-    with sharing_records(records):
-        shared = ff.plan(stack.apply(step, mesh), *given, mesh=mesh)
+    shared, alone = [plan_under(given, stack) for given in (records, None)]
     assert [r.events for r in shared.ranks] == [r.events for r in alone.ranks]
     assert [r.leaves for r in shared.ranks] == [r.leaves for r in alone.ranks]
+
+
+def plan_under(records, stack):
+    """Called from one line of source, which events name."""
+    with nullcontext() if records is None else sharing_records(records):
+        return plan_of(stack)
+
+
+def plan_of(stack):
+    mesh = ff.make_mesh(dict(stack.axes), "abstract")
+    step = stack.apply(OPTIMIZER(ff.value_and_grad(gpt.loss_fn)), mesh)
+    return ff.plan(step, init, OPTIMIZER, batch(ROWS // stack.parts), mesh=mesh)
 
 
 SPACES = [
