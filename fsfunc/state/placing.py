@@ -47,7 +47,7 @@ from fsfunc.state.layout_rules import (
 )
 from fsfunc.state.leaf_groups import GroupLayout, block_of
 from fsfunc.state.leaf_sources import GivenLeaves, Shapes
-from fsfunc.state.shared_records import shared_records
+from fsfunc.state.shared_records import records_here
 from fsfunc.state.train_state import Applied, noting_applied
 from fsfunc.tracing.recorder import Recorder
 from fsfunc.tracing.recorder import record as _record
@@ -430,7 +430,7 @@ def _recorded(
     configurations = tuple(h.configuration for h in laying)
     rules = tuple(splits.items()), frozenset(rank_local)
     if not rank_here.link.moves_data:
-        records, shared_key = shared_records(), (count, mode, treedef, kinds, *rules)
+        records, shared_key = records_here(), (count, mode, treedef, kinds, *rules)
     key = "record", count, mode, treedef, kinds, configurations, *rules
     # The last rank records too, so that what differs from rank to rank, or from run to
     # run, shows.

@@ -36,6 +36,6 @@ def sharing_records(records: Records) -> Iterator[None]:
         _RECORDS.reset(token)
 
 
-def shared_records() -> Records | None:
+def records_here() -> Records | None:
     """Returns the records that steps share here; None if each is recorded anew."""
     return _RECORDS.get()
