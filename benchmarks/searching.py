@@ -1,10 +1,19 @@
-"""How long `search` takes: a model of 70B over all meshes, and many small stacks.
+"""How long `search` takes: large models over all meshes, and many small stacks.
 
-    python benchmarks/searching.py [--quick] [--json PATH]
+    python benchmarks/searching.py [--quick] [--only NAME ...] [--json PATH]
 
-Processor time of this process. The first is Llama of 70B parameters on every mesh of
-512 H100, sequences of 4,096, 1,024 of them a step; the second a small GPT on 2 ranks,
-of which every stack is planned. `--quick` searches a model of two layers on 8 ranks.
+Processor time of this process, of six searches:
+
+============  ==========================================================================
+70B           a Llama on every mesh of 512 H100, 1,024 sequences of 4,096 a step
+175B          GPT-3's sizes on every mesh of 128 H100, 1,536 sequences of 2,048 a step
+175B, none    the same on cards of a quarter of the memory, on which no stack fits
+175B, pipes   the same on the meshes with a pipeline of 32 stages alone
+small         a small GPT on 2 ranks, of which every stack is planned
+small, none   the same in three quarters of the memory of the least
+============  ==========================================================================
+
+`--quick` searches models of two layers on 8 ranks.
 """
 
 from __future__ import annotations
@@ -12,6 +21,7 @@ from __future__ import annotations
 import argparse
 import json
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -32,12 +42,19 @@ from fsfunc.planning.search_results import Search
 from fsfunc.planning.stack_search import search
 
 LARGE = Llama(8192, 80, 64, 8, 28672, 128256, 4096, 1024)
+GPT_3 = Llama(12288, 96, 96, 96, 32768, 51200, 2048, 1536)
 SMALL = Llama(64, 2, 4, 2, 128, 512, 32, 16)
+PIPES = [{"data": 4, "pipe": 32}, {"pipe": 32, "data": 4}]
+QUICK_PIPES = [{"data": 4, "pipe": 2}]
 
 
-def large(quick: bool) -> Search:
-    """Of a Llama over all meshes of so many ranks."""
-    size, ranks = (SMALL, 8) if quick else (LARGE, 512)
+def search_large(
+    size: Llama,
+    ranks: int | list[dict[str, int]],
+    quick: bool,
+    memory: float | None = None,
+) -> Search:
+    """Searches the meshes of so many ranks for stacks of a Llama."""
     tokens = torch.empty(size.sequences, size.length, dtype=torch.int64, device="meta")
     return search(
         llama_memory.loss_of(size, concatenate_flat),
@@ -46,37 +63,62 @@ def large(quick: bool) -> Search:
         {"tokens": tokens, "targets": tokens.clone()},
         ranks,
         H100,
+        memory,
         compute=torch.bfloat16,
         reduce=torch.float32,
         plans=3 if quick else None,
     )
 
 
-def small() -> Search:
-    """Of a small GPT on two ranks, all that there is."""
+def search_small(memory: float | None = None) -> Search:
+    """Searches all stacks of a small GPT on two ranks."""
     loss_fn = functional_loss(QUICK, ff.unit, lambda block: block)
     batch = whole_batch(QUICK, 2)
     init = lambda: init_params(QUICK)  # noqa: E731
-    return search(loss_fn, ff.sharded_adam(1e-4), init, batch, 2, CPU)
+    return search(loss_fn, ff.sharded_adam(1e-4), init, batch, 2, CPU, memory)
+
+
+def searches(quick: bool) -> dict[str, Callable[[], Search]]:
+    """Returns the searches by name."""
+    llama, llama_ranks = (SMALL, 8) if quick else (LARGE, 512)
+    gpt, gpt_ranks = (SMALL, 8) if quick else (GPT_3, 128)
+    little = 20e3 if quick else H100.memory / 4
+    pipes = QUICK_PIPES if quick else PIPES
+    return {
+        "70B": lambda: search_large(llama, llama_ranks, quick),
+        "175B": lambda: search_large(gpt, gpt_ranks, quick),
+        "175B, none": lambda: search_large(gpt, gpt_ranks, quick, little),
+        "175B, pipes": lambda: search_large(gpt, pipes, quick),
+        "small": search_small,
+        "small, none": lambda: search_small(1.5e6),
+    }
 
 
 def main(arguments: list[str] | None = None) -> list[dict[str, Any]]:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("--quick", action="store_true", help="a model of two layers")
+    parser.add_argument("--only", nargs="+", default=[], metavar="NAME")
     parser.add_argument("--json", type=Path, metavar="PATH")
     given = parser.parse_args(arguments)
     rows = []
-    for name, run in (("all meshes", lambda: large(given.quick)), ("small", small)):
+    for name, run in searches(given.quick).items():
+        if given.only and name not in given.only:
+            continue
         begun = time.process_time()
-        found = run()
+        try:
+            found, said = run(), ""
+        except ValueError as error:  # nothing fits
+            found, said = None, str(error)
         seconds = time.process_time() - begun
-        planned, skipped = len(found.tried), len(found.skipped)
-        stack = str(found.best.stack)
-        rows.append(
-            {"name": name, "seconds": seconds, "planned": planned, "best": stack}
-        )
-        of = f"{planned} of {planned + skipped} stacks planned"
-        print(f"{found}\n{name}: {of}, {seconds:.0f} s of processor time\n", flush=True)
+        row = {"name": name, "seconds": seconds}
+        if found is not None:
+            planned, skipped = len(found.tried), len(found.skipped)
+            best_of = [f"{c.seconds:.3g} s {c.stack}" for c in found.by_kind]
+            row |= {"planned": planned, "best": str(found.best.stack)}
+            row |= {"by_kind": best_of}
+            said = f"{found}\n{planned} of {planned + skipped} stacks planned"
+        rows.append(row)
+        print(f"{said}\n{name}: {seconds:.1f} s of processor time\n", flush=True)
     if given.json is not None:
         given.json.write_text(json.dumps({"rows": rows}, indent=1) + "\n")
     return rows

@@ -294,6 +294,16 @@ def is_asynchronous(schedule: Schedule) -> bool:
     return any(action.traits.updates for row in schedule for action in row)
 
 
+def splits_backward(schedule: Schedule) -> bool:
+    """Returns whether gradients of parameters are actions of their own: W beside I.
+
+    >>> splits_backward(parse(["F0 I0 W0"])), splits_backward(parse(["F0 B0"]))
+    (True, False)
+    """
+    parts = (action.traits.parts for row in schedule for action in row)
+    return any("W" in done and "I" not in done for done in parts)
+
+
 def texts(schedule: Schedule) -> tuple[tuple[str, ...], ...]:
     """Returns the text of every action: `F3` where a rank has just its own stage.
 

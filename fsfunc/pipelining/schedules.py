@@ -16,10 +16,10 @@ No closed form is best for every number of microbatches and every cost: `greedy`
 the pipeline forward in time under a few rules of thumb, adds the named schedules, and
 takes the one that ends first.
 
-To add a schedule, write such a function here; its stages a rank are the default of its
-argument ``chunks``. `_named` lists those that `greedy` tries. For ``ff.search`` its
-name goes into ``planning.stack_search.ScheduleName``; ``planning.outlines`` knows one
-that splits backwards by a name with "zb".
+To add a schedule, write such a function here, and its name into `ScheduleName`: that
+is all that ``ff.search`` needs. Its stages a rank are the default of its argument
+``chunks``; all else that a search asks, its actions say. `_named` lists those that
+`greedy` tries.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import product
 from math import inf
+from typing import Literal, TypeAlias
 
 from fsfunc.pipelining import actions, player, timing, verification
 from fsfunc.pipelining.actions import (  # noqa: F401
@@ -41,6 +42,18 @@ from fsfunc.pipelining.actions import (  # noqa: F401
 )
 
 _Pairs = list[tuple[int, int]]  # (stage, microbatch)
+
+# The functions below of (n_stages, n_microbatches) whose steps need no more than that:
+# ``ff.search`` tries those that it is given of these.
+ScheduleName: TypeAlias = Literal[
+    "gpipe",
+    "one_f_one_b",
+    "looped_bfs",
+    "interleaved_1f1b",
+    "zb_h1",
+    "zb_v",
+    "greedy",
+]
 
 
 def gpipe(n_stages: int, n_microbatches: int) -> Schedule:

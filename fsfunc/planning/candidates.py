@@ -12,10 +12,14 @@ import inspect
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache
+from typing import NamedTuple, get_args
 
 import torch
 
-from fsfunc.pipelining import schedules
+from fsfunc.pipelining import actions, schedules
+from fsfunc.pipelining.schedules import ScheduleName
+from fsfunc.pipelining.verification import peak_microbatches
 from fsfunc.planning.machines import Hardware
 from fsfunc.planning.stacks import DATA, NODE, PIPE, Stack
 from fsfunc.sharded.placements import Own, Split
@@ -24,6 +28,10 @@ from fsfunc.transforms.offloading import Stores
 from fsfunc.transforms.policies import MODES, Policy
 
 Axes = tuple[tuple[str, int], ...]
+# Those that are tried by default: none of the others is faster in as much memory.
+SCHEDULES: tuple[ScheduleName, ...] = (
+    "one_f_one_b", "interleaved_1f1b", "zb_h1", "zb_v",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -33,7 +41,7 @@ class Space:
     zero: tuple[int, ...] = (0, 1, 2, 3)
     remat: tuple[Policy | str | None, ...] = (None, "always")
     accumulate: tuple[int, ...] | None = None
-    schedules: tuple[str, ...] = ("one_f_one_b", "interleaved_1f1b", "zb_h1", "zb_v")
+    schedules: tuple[str, ...] = SCHEDULES
     microbatches: tuple[int, ...] | None = None
     compute: tuple[torch.dtype | None, ...] = (None,)
     reduce: torch.dtype | None = None
@@ -62,10 +70,10 @@ class Space:
                     f"{', '.join(map(repr, Stores._fields))}"
                 )
         for name in self.schedules:
-            if not callable(getattr(schedules, str(name), None)):
+            if name not in get_args(ScheduleName):
                 raise ValueError(
                     f"schedules has {name!r}: each is the name of a schedule in "
-                    "ff.schedules, such as 'one_f_one_b'"
+                    f"ff.schedules, one of {', '.join(get_args(ScheduleName))}"
                 )
         for name in ("accumulate", "microbatches"):
             for n in getattr(self, name) or ():
@@ -154,6 +162,44 @@ class Space:
             offloaded = tuple(k for k in offloaded if k != "params" or zero is not None)
             for policy in self.remat:
                 yield replace(base, remat=policy, compute=compute, offload=offloaded)
+
+
+class ScheduleFacts(NamedTuple):
+    """What a schedule's actions say of the memory and time of its ranks.
+
+    Args:
+        owners: the rank of each stage.
+        splits_backward: whether gradients of parameters are actions of their own.
+        held: for each rank, the most microbatches whose activations it holds at once:
+            in one of its v stages a microbatch counts 1/v.
+        halved: as ``held``, of microbatches after their I and before their W.
+    """
+
+    owners: tuple[int, ...] = (0,)
+    splits_backward: bool = False
+    held: tuple[float, ...] = (1,)
+    halved: tuple[float, ...] = (0,)
+
+
+@cache
+def schedule_facts(name: str, n_stages: int, n_microbatches: int) -> ScheduleFacts:
+    """Returns what the actions of a named schedule say.
+
+    Cost: some microseconds an action, of which there are two or three for each stage
+    and microbatch.
+
+    >>> schedule_facts("zb_h1", 2, 4).halved
+    (1.0, 2.0)
+    """
+    schedule = getattr(schedules, name)(n_stages, n_microbatches)
+    owners, splits = actions.owners(schedule), actions.splits_backward(schedule)
+    halved: list[float] = []
+    for row in schedule if splits else ():
+        changes = (("I" in a.traits.parts) - ("W" in a.traits.parts) for a in row)
+        n_stages_here = len(actions.stages_of(row))
+        halved.append(max(itertools.accumulate(changes, initial=0)) / n_stages_here)
+    held = peak_microbatches(schedule)
+    return ScheduleFacts(owners, splits, held, tuple(halved) or (0.0,) * len(held))
 
 
 def stages_of(stack: Stack) -> int:

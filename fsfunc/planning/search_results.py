@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import overload
 
-from fsfunc.planning.stacks import Choice, Skipped
+from fsfunc.planning.stacks import Choice, Skipped, StackKind
 from fsfunc.printing.tables import Printed, Table, of_bytes, of_seconds
 
 
@@ -69,6 +69,28 @@ class Search(Printed, Sequence[Choice]):
         return sorted((c for c in self.tried if c.fits), key=_order)
 
     @property
+    def by_kind(self) -> list[Choice]:
+        """The fastest choice that fits of each kind of stack, fastest first.
+
+        What makes two stacks of one kind says :class:`.stacks.StackKind`.
+        """
+        fastest = dict[StackKind, Choice]()
+        for choice in self.ranked:
+            fastest.setdefault(choice.stack.kind, choice)
+        return list(fastest.values())
+
+    @property
+    def outlined_by_kind(self) -> list[Skipped]:
+        """Of kinds that were not planned, what fits and is fastest by an outline."""
+        planned = {choice.stack.kind for choice in self.tried}
+        fastest = dict[StackKind, Skipped]()
+        for one in sorted(self.skipped, key=lambda s: s.seconds):
+            may_fit = 0 < one.outlined_bytes <= self.memory
+            if may_fit and one.stack.kind not in planned:
+                fastest.setdefault(one.stack.kind, one)
+        return list(fastest.values())
+
+    @property
     def ties(self) -> list[Choice]:
         """Choices that fit and are slower than the best by less than its band."""
         fastest = self.front[0]
@@ -77,19 +99,29 @@ class Search(Printed, Sequence[Choice]):
 
     def rows(self) -> list[tuple[str, ...]]:
         """Returns rows of the front: time, exposed, bubble, peak, mesh, transforms."""
-        rows = []
-        for c in self.front:
-            mesh, _, transforms = str(c.stack).partition(": ")
-            times = map(of_seconds, (c.seconds, c.exposed, c.bubble))
-            rows.append((*times, of_bytes(c.peak_bytes), mesh, transforms))
-        return rows
+        return list(map(_row, self.front))
 
     def table(self) -> str:
-        """Returns the front as text, and below it what was tried and skipped."""
+        """Returns the fastest of each kind, and the front; then what was skipped."""
         return self.text()
 
     def pieces(self, width: int | None) -> list[Table | str]:
-        return [Table("", HEAD, self.rows(), most=len(self)), *self._notes()]
+        kinds, front = self.by_kind, list(self.front)
+        pieces: list[Table | str] = []
+        if len(kinds) > 1 and kinds != front:  # else the front says it
+            rows = list(map(_row, kinds))
+            pieces += [Table("The fastest of each kind", HEAD, rows, most=MOST_KINDS)]
+            pieces += [
+                "",
+                Table("Less memory in more time", HEAD, self.rows(), len(self)),
+            ]
+        else:
+            pieces += [Table("", HEAD, self.rows(), most=len(self))]
+        if outlined := self.outlined_by_kind:
+            rows = list(map(_outlined_row, outlined))
+            title = "Kinds of which none was planned, by an outline"
+            pieces += ["", Table(title, HEAD, rows, most=MOST_KINDS), ""]
+        return [*pieces, *self._notes()]
 
     def _notes(self) -> list[str]:
         n_fit = sum(c.fits for c in self.tried)
@@ -122,7 +154,20 @@ class Search(Printed, Sequence[Choice]):
 
 
 HEAD = (">step", ">exposed", ">bubble", ">peak", "<mesh", "<transforms")
+MOST_KINDS = 10  # that are shown
 HEAVY = "parameters and moments alone are too large"  # one line for all of them
+
+
+def _row(choice: Choice) -> tuple[str, ...]:
+    mesh, _, transforms = str(choice.stack).partition(": ")
+    times = map(of_seconds, (choice.seconds, choice.exposed, choice.bubble))
+    return (*times, of_bytes(choice.peak_bytes), mesh, transforms)
+
+
+def _outlined_row(one: Skipped) -> tuple[str, ...]:
+    mesh, _, transforms = str(one.stack).partition(": ")
+    seconds, n_bytes = of_seconds(one.seconds), of_bytes(one.outlined_bytes)
+    return f"~{seconds}", "", "", f"~{n_bytes}", mesh, transforms
 
 
 def front_of(choices: Iterable[Choice]) -> list[Choice]:

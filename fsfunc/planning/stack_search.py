@@ -2,9 +2,9 @@
 
 `candidates` lists meshes and stacks, `trials` plans and estimates one, and
 `search_results` is what comes back. Here is the order of trials: all stacks of a small
-space; of a large one those whose outlines are best; accumulation step by step, for as
-long as it saves memory; a pipeline's schedules at one ``zero`` first. With ``run=`` the
-fastest are run on the processes at hand, and timed.
+space; of a large one those whose outlines are best, of each kind first; accumulation
+step by step, for as long as it saves memory; a pipeline's schedules at one ``zero``
+first. With ``run=`` the fastest are run on the processes at hand, and timed.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ from fsfunc.comm.mesh import Mesh
 from fsfunc.comm.tracebacks import api_boundary
 from fsfunc.core.losses import Loss
 from fsfunc.optim.optimizer import Optimizer
-from fsfunc.planning.candidates import Axes, Space, meshes
+from fsfunc.pipelining.schedules import ScheduleName
+from fsfunc.planning.candidates import SCHEDULES, Axes, Space, meshes
 from fsfunc.planning.machines import Hardware
 from fsfunc.planning.search_results import Search, front_of
 from fsfunc.planning.stacks import PIPE, Choice, Stack
@@ -43,13 +44,11 @@ from fsfunc.tree.types import PyTree
 _Params = TypeVar("_Params", bound=Any)
 _Batch = TypeVar("_Batch", bound=Any)
 Offloadable: TypeAlias = Literal["params", "moments", "activations"]
-ScheduleName: TypeAlias = Literal[
-    "gpipe", "one_f_one_b", "looped_bfs", "interleaved_1f1b", "zb_h1", "zb_v"
-]
 
 # The share of the peak that twice the accumulation must save, to try four times it.
 SAVES = 0.02
-MANY, FEW = 200, 12  # of more than MANY stacks FEW are planned
+MANY, FEW = 200, 12  # of more than MANY stacks FEW are planned,
+MOST_CALLS = 3000  # of as many unit calls in all
 
 
 @api_boundary
@@ -65,12 +64,7 @@ def search(
     zero: Sequence[Literal[0, 1, 2, 3]] = (0, 1, 2, 3),
     remat: Sequence[Policy | Mode | None] = (None, "always"),
     accumulate: Sequence[int] | None = None,
-    schedules: Sequence[ScheduleName] = (
-        "one_f_one_b",
-        "interleaved_1f1b",
-        "zb_h1",
-        "zb_v",
-    ),
+    schedules: Sequence[ScheduleName] = SCHEDULES,
     microbatches: Sequence[int] | None = None,
     compute: torch.dtype | Sequence[torch.dtype | None] | None = None,
     reduce: torch.dtype | None = None,
@@ -85,16 +79,18 @@ def search(
 
     Each stack is planned on an abstract mesh and its plan estimated on ``hardware``:
     nothing is computed, sent or allocated. The result is the Pareto front of those that
-    fit, fastest first: of two, the slower one holds less. A choice has its ``code``,
-    and ``build(train_step, mesh)`` makes the same step.
+    fit, fastest first: of two, the slower one holds less. ``by_kind`` has the fastest
+    of each kind: of stacks with several ranks along the same axes, the same ``zero``
+    and schedule, and the same values on the host. A choice has its ``code``, and
+    ``build(train_step, mesh)`` makes the same step.
 
     Stacks that are not planned are in ``skipped``, with the reason: parameters and
     moments alone are too large, or with whole gradients, or with the activations that
-    another plan had with no more rows; an outline in closed form is half as large again
-    as what fits; the batch or the units cannot be cut for the mesh; more accumulation
-    saves less than 2% of the peak. With a pipeline, schedule, microbatches and remat
-    are chosen at one ``zero``, and only the best are tried with the others: that is a
-    shortcut, all else is not.
+    another plan had with no more rows; an outline in closed form is by more than its
+    error larger than what fits; the batch or the units cannot be cut for the mesh; more
+    accumulation saves less than 2% of the peak. With a pipeline, schedule, microbatches
+    and remat are chosen at the first ``zero`` with which they fit, and only the best
+    are tried with the others: that is a shortcut, all else is not.
 
     Args:
         loss_fn: ``loss_fn(params, batch)``, whose layers are units.
@@ -130,16 +126,18 @@ def search(
             rows. Every mesh has the axes named here and in ``layouts``, if need be
             with one rank, so that the loss may name them.
         plans: how many stacks are planned at most: those that fit by an outline in
-            closed form, the fastest first, until the others are slower by more than an
-            outline can be off. If none of them fits, as many more, the smallest. None:
-            all of up to 200 stacks, 12 of more.
+            closed form, the fastest of each kind first, until the others are slower by
+            more than an outline can be off. If none of them fits, as many more, three
+            at least, the smallest that may fit by their outlines. None: all of up to
+            200 stacks; 12 of more, and fewer if that would be 3,000 unit calls.
         run: how many of the fastest are run here, a few steps each, on the processes
             that there are (one, or those of torchrun), with the parameters and the
             batch that are given; ``best`` is then the fastest that was measured.
 
     Returns:
-        a :class:`Search`: the front as a sequence; ``best`` is the fastest, ``ranked``
-        all that fit, ``tried`` all that were planned. ``print`` it for a table.
+        a :class:`Search`: the front as a sequence; ``best`` is the fastest, ``by_kind``
+        the fastest of each kind, ``ranked`` all that fit, ``tried`` all that were
+        planned. ``print`` it for a table.
 
     Raises:
         ValueError: nothing fits: by how much the closest misses. Every stack is
@@ -195,17 +193,21 @@ def search(
     sizes = [axes for axes in sizes if trials.lies_on(axes)]
     all_stacks = [stack for axes in sizes for stack in _stacks(trials, space, axes)]
     # A plan takes 0.1 to 1 s, an outline 0.1 ms.
-    if plans is None and len(all_stacks) > MANY:
-        plans = FEW
+    is_small = plans is None and len(all_stacks) <= MANY
     if plans is not None:
         trials.try_promising(all_stacks, plans)
-        sizes = []  # nothing is left to try mesh by mesh
+    elif not is_small:
+        trials.try_promising(all_stacks, FEW, MOST_CALLS)
+    # Of a large space nothing is left to try mesh by mesh.
+    sizes = sizes if is_small else []
     for axes in sizes:
         if dict(axes).get(PIPE, 1) > 1:
             _pipelined(trials, space, axes)
         else:
             for ladder in space.without_pipeline(axes, trials.rows):
                 _climb(trials, ladder)
+    if is_small and not any(choice.fits for choice in trials.tried):
+        trials.find_closest()
     searched = _make_result(trials)
     if not run:
         return searched
@@ -247,20 +249,27 @@ def _climb(trials: Trials, ladder: Sequence[Stack]) -> None:
 def _pipelined(trials: Trials, space: Space, axes: Axes) -> None:
     """Tries schedules at one ``zero``, and the best of them at the others."""
     choices: list[Choice] = []
-    for stack in space.pipelined(axes, trials.rows):
-        # The first `zero` whose state could fit at all.
-        options = [stack, *space.other_zeros(stack)]
-        stack = next(
-            (s for s in options if trials.least_bytes(s) <= trials.memory), stack
-        )
-        choice = trials.try_stack(stack)
-        if choice:
-            choices.append(choice)
-    best = front_of(choices)
-    others = [s for c in choices for s in space.other_zeros(c.stack)]
-    stacks_of_best = [s for c in best for s in space.other_zeros(c.stack)]
+    for first in space.pipelined(axes, trials.rows):
+        # The first `zero` with which it fits: what is too large at one may not be so at
+        # the next.
+        options = [first, *space.other_zeros(first)]
+        state_fits = [s for s in options if trials.least_bytes(s) <= trials.memory]
+        for stack in state_fits or options[:1]:
+            choice = trials.try_stack(stack)
+            if choice is not None:
+                choices.append(choice)
+            elif stack not in trials.too_large:
+                break  # it has no plan, whatever its `zero`
+            if choice is not None and choice.fits:
+                break
+    best = front_of(choice for choice in choices if choice.fits)
+    tried = [c.stack for c in choices]
+    others = dict.fromkeys(s for c in choices for s in space.other_zeros(c.stack))
+    others = [stack for stack in others if stack not in tried]
+    stacks_of_best = dict.fromkeys(s for c in best for s in space.other_zeros(c.stack))
     for stack in stacks_of_best:
-        trials.try_stack(stack)
+        if stack in others:
+            trials.try_stack(stack)
     not_tried = [s for s in others if s not in stacks_of_best]
     trials.skip(
         not_tried, "its schedule, microbatches and remat are worse at another zero"
@@ -273,8 +282,6 @@ def _make_result(trials: Trials) -> Search:
     Raises:
         ValueError: nothing fits, or nothing could be tried.
     """
-    if not any(choice.fits for choice in trials.tried):
-        trials.find_closest()
     fitting = [choice for choice in trials.tried if choice.fits]
     if not fitting:
         cause = trials.errors[0] if trials.errors and not trials.tried else None
@@ -302,7 +309,8 @@ def _explain_nothing(trials: Trials) -> str:
         closest = min(trials.tried, key=lambda c: c.needed_bytes)
         needed = closest.needed_bytes
         return (
-            f"none of {total} stacks fits in {limit}: the closest needs "
+            f"none of {total} stacks fits in {limit} ({len(trials.tried)} planned, the "
+            "others larger by a bound or an outline): the closest needs "
             f"{of_bytes(needed)}, {of_bytes(needed - trials.memory)} too much "
             f"({needed / trials.memory:.3g} times it): {closest.stack}"
         )

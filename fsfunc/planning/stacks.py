@@ -48,6 +48,33 @@ class Layer(NamedTuple):
     keywords: Mapping[str, Any] = {}
 
 
+class StackKind(NamedTuple):
+    """What makes two stacks of one kind: where a step and its state lie.
+
+    Stacks of one kind have several ranks along the same axes, in the same order, the
+    same ``zero``, the same schedule, and the same kinds of values on the host. All else
+    is a setting of the kind: the sizes of axes, the numbers of parts and microbatches,
+    when parts are reduced, what is computed again, and in which dtype.
+
+    >>> settings = dict(zero=3, remat="always", accumulate=4)
+    >>> wide, narrow = Stack((("data", 8),), zero=3), Stack((("data", 4),), **settings)
+    >>> wide.kind == narrow.kind, str(wide.kind)
+    (True, 'data, zero=3')
+    """
+
+    axes: tuple[str, ...]
+    zero: int | None
+    schedule: str | None
+    offload: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        names = ["one device" if not self.axes else " x ".join(self.axes)]
+        names += [] if self.zero is None else [f"zero={self.zero}"]
+        names += [] if self.schedule is None else [self.schedule]
+        names += [f"{kinds} on the host" for kinds in self.offload]
+        return ", ".join(names)
+
+
 @dataclass(frozen=True)
 class Stack:
     """The transforms around a train step, and the mesh that they are for.
@@ -98,6 +125,12 @@ class Stack:
     donate: bool = True
     dims: Mapping[str, int] = field(default_factory=dict, hash=False)
     layouts: LayoutRules = field(default_factory=dict, hash=False)
+
+    @property
+    def kind(self) -> StackKind:
+        """What it has in common with the other stacks of its kind."""
+        axes = tuple(name for name, size in self.axes if size > 1)
+        return StackKind(axes, self.zero, self.schedule, self.offload)
 
     @property
     def ranks(self) -> int:
@@ -321,8 +354,13 @@ class Skipped(NamedTuple):
     Args:
         reason: why not, in words.
         least_bytes: the bytes that it needs at least, if that is the reason.
+        seconds: the time of a step by an outline, which was scaled to the plans of
+            others; 0 if none was asked.
+        outlined_bytes: what a rank holds by the outline.
     """
 
     stack: Stack
     reason: str
     least_bytes: int = 0
+    seconds: float = 0.0
+    outlined_bytes: int = 0

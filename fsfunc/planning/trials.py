@@ -8,11 +8,13 @@ activations by earlier plans (`foreseen_bytes`), an outline in closed form; then
 
 from __future__ import annotations
 
+import dataclasses
+import statistics
 from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -34,23 +36,25 @@ from fsfunc.planning.candidates import (
 from fsfunc.planning.estimation import estimate
 from fsfunc.planning.hardware import replace
 from fsfunc.planning.machines import Hardware
-from fsfunc.planning.outlines import Outline, Outlines, Sent
+from fsfunc.planning.outlines import Outlines, Sent
 from fsfunc.planning.planner import plan
 from fsfunc.planning.plans import Plan, RankPlan
-from fsfunc.planning.stacks import DATA, NODE, PIPE, Choice, Skipped, Stack
+from fsfunc.planning.stacks import DATA, NODE, PIPE, Choice, Skipped, Stack, StackKind
 from fsfunc.printing.tables import of_bytes
 from fsfunc.runtime.memory import KINDS
 from fsfunc.state.layout_rules import splits_of
+from fsfunc.state.shared_records import Records, sharing_records
 from fsfunc.state.train_state import TrainState
 from fsfunc.tracing.tracer import program
 from fsfunc.tree.types import Leaf, PyTree
 
 _T = TypeVar("_T")
 
-# An outline's bytes over the memory: above SURE no plan will fit; above NEAR a stack is
-# tried last.
-SURE, NEAR = 1.5, 1.1
-OFF = 1.3  # an outline's time may be off by this factor
+# By these factors the outline of a stack may be above its plan. Once a stack of its
+# kind was planned, an outline is scaled to that, and is then nearer.
+BYTES_OFF, SECONDS_OFF, OFF_IN_KIND = 1.4, 1.4, 1.15
+_HEAVY = "too large with whole gradients, or activations as in another plan"
+CLOSEST = 3  # plans at least, of the smallest stacks, where none has fit
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,6 +74,13 @@ class Training:
     batch: PyTree
 
 
+class TooLarge(NamedTuple):
+    """The bytes of a stack that was skipped as too large: at least, by an outline."""
+
+    least: int
+    outlined: int
+
+
 class Trials:
     """The stacks tried so far, on one loss and one batch.
 
@@ -80,12 +91,13 @@ class Trials:
         rows: of the batch.
         params, moments: bytes of all of them, whole.
         activations: by what decides them beside rows (`_computes`), pairs (rows of a
-            part, bytes of activations) of each plan.
-        too_large: (foreseen bytes, stack) of those that were skipped as too large.
+            part, bytes of each planned rank's activations) of each plan.
+        too_large: the sizes of stacks that were skipped as too large.
         tried, skipped: the results.
         sent_over: by axes of layouts, what a forward sends over them.
         split_errors: by sizes of these axes, why the loss cannot run over them, or "".
         errors: what plans raised.
+        records: what plans recorded, by the stacks that are recorded alike.
     """
 
     space: Space
@@ -121,13 +133,14 @@ class Trials:
                 raise ValueError(f'dims: "{axis}" cuts dim {dim}, which no batch has')
         self.step = _train_step(loss_fn, self.optimizer)
         self.params, self.moments = self._run_fake(self._state_bytes)
-        self.activations: dict[Hashable, list[tuple[int, int]]] = {}
-        self.too_large: list[tuple[int, Stack]] = []
+        self.activations: dict[Hashable, list[tuple[int, tuple[int, ...]]]] = {}
+        self.too_large: dict[Stack, TooLarge] = {}
         self.tried: list[Choice] = []
         self.skipped: list[Skipped] = []
         self.sent_over: dict[frozenset[str], Sent] = {}
         self.split_errors: dict[Axes, str] = {}
         self.errors: list[Exception] = []
+        self.records: dict[Stack, Records] = {}
 
     def skip(self, stacks: Sequence[Stack], reason: str) -> None:
         """Records stacks that are not planned, and why."""
@@ -194,24 +207,47 @@ class Trials:
         a plan with fewer rows is a lower bound.
         """
         rows, planned = self._rows_of(stack), self.activations.get(_computes(stack), ())
-        activations = max((a for n, a in planned if n <= rows), default=0)
-        return self.least_bytes(stack) + max(
-            activations, whole_gradient_bytes(stack, self.params)
-        )
+        least_bytes = self.least_bytes(stack)
+        sizes = [least_bytes + whole_gradient_bytes(stack, self.params)]
+        for planned_rows, activations in planned:
+            if planned_rows <= rows:
+                # A rank of a pipeline has its own part of the state beside them.
+                shares = self.outlines.shares_of(stack)
+                if len(shares) != len(activations):  # programs differ for other reasons
+                    shares = [min(shares)] * len(activations)
+                pairs = zip(shares, activations, strict=True)
+                n_ranks = stack.parts_of((PIPE,))
+                sizes += [int(s * n_ranks * least_bytes) + a for s, a in pairs]
+        return max(sizes)
 
     def _rows_of(self, stack: Stack) -> int:
         return self.rows // stack.parts // stack.accumulate
 
     def _why_too_large(self, stack: Stack) -> str:
         """Returns why a stack is foreseen not to fit, or ""; records its bytes."""
-        reason = "too large with whole gradients, or activations as in another plan"
+        reason = _HEAVY
+        outline_bytes = self.outlines.outline(stack).bytes
         if (n_bytes := self.foreseen_bytes(stack)) <= self.memory:
-            n_bytes = int(self.outlines.outline(stack).bytes / SURE)
+            n_bytes = int(outline_bytes / BYTES_OFF)
             reason = "an outline of it does not fit by far"
         if n_bytes <= self.memory:
             return ""
-        self.too_large.append((n_bytes, stack))
+        self.too_large[stack] = TooLarge(n_bytes, outline_bytes)
         return reason
+
+    def _is_impossible(self, stack: Stack) -> bool:
+        """Returns whether a stack has no plan, or cannot fit; skips it if so."""
+        stages, units = stages_of(stack), len(self.outlines.calls)
+        if stages > max(1, units):
+            self.skip([stack], f"{stages} stages are more than {units} unit calls")
+        elif reason := self.split_errors.get(stack.split_over):
+            self.skip([stack], reason)
+        elif (least_bytes := self.least_bytes(stack)) > self.memory:
+            reason = f"parameters and moments alone are {of_bytes(least_bytes)}"
+            self.skipped.append(Skipped(stack, reason, least_bytes))
+        else:
+            return False
+        return True
 
     def try_stack(self, stack: Stack, anyway: bool = False) -> Choice | None:
         """Plans and estimates a stack; returns None and records why if it cannot.
@@ -219,18 +255,8 @@ class Trials:
         Args:
             anyway: whether it is planned even if it is foreseen not to fit.
         """
-        stages = stages_of(stack)
-        if stages > 1 and stages > (units := len(self.outlines.calls)):
-            self.skip([stack], f"{stages} stages are more than {units} unit calls")
-            return None
-        if reason := self.split_errors.get(stack.split_over):
-            self.skip([stack], reason)
-            return None
-        # From here on from the cheapest test to a plan.
-        least_bytes = self.least_bytes(stack)
-        if least_bytes > self.memory:
-            reason = f"parameters and moments alone are {of_bytes(least_bytes)}"
-            self.skipped.append(Skipped(stack, reason, least_bytes))
+        # From the cheapest test to a plan.
+        if self._is_impossible(stack):
             return None
         if not anyway and (reason := self._why_too_large(stack)):
             self.skip([stack], reason)
@@ -240,7 +266,7 @@ class Trials:
             return None
         activations = self.activations.setdefault(_computes(stack), [])
         activations.append(
-            (self._rows_of(stack), max(map(_activations, planned.ranks)))
+            (self._rows_of(stack), tuple(map(_activations, planned.ranks)))
         )
         estimated = estimate(planned, self.hardware)
         fit = fits(planned, self.bounded)
@@ -270,7 +296,8 @@ class Trials:
                 self._local_batch(stack.parts_by_dim),
             )
             options = {"layouts": stack.layouts, "device": self.hardware.device}
-            return plan(*plan_args, mesh=mesh, **options)
+            with sharing_records(self.records.setdefault(_recorded(stack), {})):
+                return plan(*plan_args, mesh=mesh, **options)
         except (ValueError, RuntimeError) as error:
             reason = self._why_unsplit(stack)
             # A loss that reads a value fails under every stack, and is to be mended.
@@ -285,54 +312,124 @@ class Trials:
             self.skip([stack], reason or str(error))
             return None
 
-    def try_promising(self, stacks: Sequence[Stack], plans: int) -> None:
+    def try_promising(
+        self, stacks: Sequence[Stack], plans: int, unit_calls: float = float("inf")
+    ) -> None:
         """Tries the stacks with the best outlines, until so many are planned.
 
-        If none of them fits, it tries as many more, three at least, the smallest.
-        """
-        outlines = {stack: self.outlines.outline(stack) for stack in stacks}
-        sizes = {stack: outline.bytes for stack, outline in outlines.items()}
-        others = [stack for stack in stacks if sizes[stack] > NEAR * self.memory]
-        too_large = set(others)
-        for stack in sorted(
-            outlines.keys() - too_large, key=lambda s: outlines[s].order
-        ):
-            if len(self.tried) < plans and not self._is_slower(outlines[stack]):
-                self.try_stack(stack)
-            else:
-                others.append(stack)
-        for stack in sorted(others, key=sizes.__getitem__)[: max(plans, 3)]:
-            if not any(choice.fits for choice in self.tried):
-                others.remove(stack)
-                self.try_stack(stack)
-        for stack in others:
-            if stack in too_large:
-                self.skip([stack], "an outline of it does not fit")
-            else:
-                reason = "by an outline others are faster, which were planned"
-                self.skip([stack], reason)
+        The fastest of each kind come first, as outlines compare stacks of one kind
+        best. If none of them fits, it tries as many more, three at least, the smallest.
 
-    def _is_slower(self, outline: Outline) -> bool:
-        """Returns whether a planned stack is faster, as far as outlines may be off."""
-        fitting = [choice for choice in self.tried if choice.fits]
-        if not fitting:
-            return False
-        # Outlines are off by much the same factor for all stacks of one loss. The least
-        # factor so far makes of an outline the least time that a plan may find.
-        least_ratio = min(
-            c.seconds / self.outlines.outline(c.stack).seconds for c in fitting
+        Args:
+            stacks: those to choose from.
+            plans: how many are planned.
+            unit_calls: how many unit calls their plans run at most, once one fits.
+        """
+        possible = [stack for stack in stacks if not self._is_impossible(stack)]
+        light = [s for s in possible if self.foreseen_bytes(s) <= self.memory]
+        if light:  # else all have outlines, to find the smallest
+            heavy = set(possible).difference(light)
+            self.skip([s for s in possible if s in heavy], _HEAVY)
+            possible = light
+        outlines = {stack: self.outlines.outline(stack) for stack in possible}
+        may_fit = [s for s in possible if self.least_needed(s) <= self.memory]
+        # What fits by its outline comes before what fits if the outline is off.
+        ordered = sorted(
+            may_fit,
+            key=lambda s: (outlines[s].bytes > self.memory, *outlines[s].order),
         )
-        return outline.seconds * least_ratio > OFF * min(c.seconds for c in fitting)
+        first_of_kind: dict[StackKind, Stack] = {}
+        for stack in ordered:
+            first_of_kind.setdefault(stack.kind, stack)
+        # Kinds have half of the plans at most.
+        queue = dict.fromkeys([*first_of_kind.values()][: (plans + 1) // 2])
+        others, costly = dict.fromkeys(possible), set[Stack]()
+        for stack in [*queue, *(s for s in ordered if s not in queue)]:
+            if len(self.tried) == plans:
+                break
+            if self._is_behind(stack) or self._is_larger(stack):
+                continue
+            if outlines[stack].calls > unit_calls and self._any_fits():
+                costly.add(stack)
+                continue
+            unit_calls -= outlines[stack].calls
+            del others[stack]
+            self.try_stack(stack)
+        n_more = max(plans, CLOSEST)
+        for stack in sorted(others, key=lambda s: outlines[s].bytes):
+            if self._any_fits() or not n_more:
+                break
+            # The smallest is planned in any case, to say by how much it misses.
+            if not self.tried or not self._is_larger(stack):
+                n_more -= 1
+                del others[stack]
+                self.try_stack(stack, anyway=not self.tried)
+        ratios = [
+            choice.seconds / outlines[choice.stack].seconds for choice in self.tried
+        ]
+        scale = statistics.median(ratios) if ratios else 1.0
+        for stack in others:
+            seconds, n_bytes = outlines[stack][:2]
+            reason = "by an outline others are faster, which were planned"
+            if stack in costly and not self._is_behind(stack):
+                reason = (
+                    "long to plan, and by an outline not faster for sure: see plans="
+                )
+            elif n_bytes > self.memory:
+                reason = "an outline of it does not fit"
+            self.skipped.append(Skipped(stack, reason, 0, seconds * scale, n_bytes))
+
+    def _any_fits(self) -> bool:
+        return any(choice.fits for choice in self.tried)
+
+    def _is_behind(self, stack: Stack) -> bool:
+        """Returns whether a planned stack is faster, as far as outlines may be off."""
+        fitting = [choice.seconds for choice in self.tried if choice.fits]
+        return bool(fitting) and self.least_seconds(stack) > min(fitting)
+
+    def _is_larger(self, stack: Stack) -> bool:
+        """Returns whether a stack does not fit, as far as its outline may be off."""
+        return self.least_needed(stack) > self.memory
+
+    def least_seconds(self, stack: Stack) -> float:
+        """Returns the least time that a plan of a stack may find, by its outline.
+
+        Outlines are off by much the same factor for all stacks of one loss, and more so
+        for those of one kind. The least factor so far makes of an outline the least
+        time. Without any plan it is 0.
+        """
+        choices, is_kind = self._tried_like(stack)
+        ratios = [c.seconds / self.outlines.outline(c.stack).seconds for c in choices]
+        off = OFF_IN_KIND if is_kind else SECONDS_OFF
+        least_seconds = self.outlines.outline(stack).device_seconds
+        return least_seconds * min(ratios, default=0.0) / off
+
+    def least_needed(self, stack: Stack) -> float:
+        """Returns the least memory that a plan of a stack may need, by its outline.
+
+        As :meth:`least_seconds`; without any plan, the outline less its error.
+        """
+        choices, is_kind = self._tried_like(stack)
+        outline_of = self.outlines.outline
+        ratios = [c.needed_bytes / outline_of(c.stack).bytes for c in choices]
+        off = OFF_IN_KIND if is_kind else BYTES_OFF
+        return outline_of(stack).bytes * min(ratios, default=1.0) / off
+
+    def _tried_like(self, stack: Stack) -> tuple[list[Choice], bool]:
+        """Returns what was tried of a stack's kind; or all, and False."""
+        alike = [c for c in self.tried if c.stack.kind == stack.kind]
+        return alike or self.tried, bool(alike)
 
     def find_closest(self) -> None:
         """Plans skipped stacks, until all others are foreseen to be larger.
 
         So an error can say by how much the closest stack misses.
         """
-        for n_bytes, stack in sorted(self.too_large, key=lambda pair: pair[0]):
+        by_size = sorted(self.too_large.items(), key=lambda pair: pair[1].outlined)
+        for stack, sizes in by_size:
             closest = min((c.peak_bytes for c in self.tried), default=None)
-            if closest is not None and n_bytes >= closest:
-                return
+            if closest is not None and sizes.least >= closest:
+                continue
             self.skipped = [s for s in self.skipped if s.stack != stack]
             self.try_stack(stack, anyway=True)
 
@@ -365,6 +462,15 @@ class Trials:
     def _local_batch(self, parts: Mapping[int, int]) -> Callable[[], PyTree]:
         """Returns a function that makes a rank's batch, fake inside a plan."""
         return lambda: _alike(self.batch, parts)
+
+
+def _recorded(stack: Stack) -> Stack:
+    """Returns the first of the stacks whose steps `sharing_records` may share.
+
+    A recording computes each unit once, and gathers and reduces nothing.
+    """
+    zero = None if stack.zero is None else 0
+    return dataclasses.replace(stack, zero=zero, remat=None)
 
 
 def _computes(stack: Stack) -> Hashable:

@@ -47,6 +47,7 @@ from fsfunc.state.layout_rules import (
 )
 from fsfunc.state.leaf_groups import GroupLayout, block_of
 from fsfunc.state.leaf_sources import GivenLeaves, Shapes
+from fsfunc.state.shared_records import records_here
 from fsfunc.state.train_state import Applied, noting_applied
 from fsfunc.tracing.recorder import Recorder
 from fsfunc.tracing.recorder import record as _record
@@ -401,14 +402,23 @@ def _recorded(
 
     Simulated ranks run one program in one process, and share one record. A rank takes
     another's where it is at the same call, with the same shapes, and its own function
-    names the transforms that the record is of.
+    names the transforms that the record is of. Plans share one where their caller says
+    that their steps are recorded alike (`sharing_records`).
     """
     fn, t, batch, mode = request.fn, request.t, request.batch, request.record
 
     def record() -> tuple[Recorder, list[Applied]]:
+        if records is not None and shared_key in records:
+            shared_recorder, applied = records[shared_key]
+            return _adapted(shared_recorder, laying), applied
         with noting_applied() as applied:
-            return _record(fn, t, batch, mode, splits, rank_local), applied
+            recorder = _record(fn, t, batch, mode, splits, rank_local)
+        # Only if its transforms are all that lay out: others' are none of this step.
+        if records is not None and set(recorder.handlers) == set(laying):
+            records[shared_key] = replace(recorder, handlers=laying), applied
+        return recorder, applied
 
+    records, shared_key = None, ()
     laying, called = request.laying, request.called or (fn,)
     rank_here = here(laying[0].mesh) if laying else None
     if rank_here is None or (notes := rank_here.link.notes) is None:
@@ -419,6 +429,8 @@ def _recorded(
     kinds = tuple(kind_of(x) for x in leaves)
     configurations = tuple(h.configuration for h in laying)
     rules = tuple(splits.items()), frozenset(rank_local)
+    if not rank_here.link.moves_data:
+        records, shared_key = records_here(), (count, mode, treedef, kinds, *rules)
     key = "record", count, mode, treedef, kinds, configurations, *rules
     # The last rank records too, so that what differs from rank to rank, or from run to
     # run, shows.
@@ -436,6 +448,12 @@ def _recorded(
         notes[key] = recorder, applied, called
         return recorder, applied
     recorder, applied, _ = notes[key]
+    # What was derived from the record is of these ranks' transforms, and stays.
+    return replace(_adapted(recorder, laying), derived=recorder.derived), applied
+
+
+def _adapted(recorder: Recorder, laying: list[Any]) -> Recorder:
+    """Returns a record as one of a step with these transforms, which lay leaves out."""
     for ours, theirs in zip(laying, recorder.handlers, strict=True):
         ours.learn(theirs)
-    return replace(recorder, handlers=laying, steadiness=Steadiness()), applied
+    return replace(recorder, handlers=laying, steadiness=Steadiness(), derived={})
