@@ -181,6 +181,7 @@ def _build(name: str, task: dict[str, Any]) -> Any:
         compute=torch.bfloat16 if task.get("bf16") else None,
         min_bytes=task.get("min_bytes", 0),
         gloo=task.get("gloo", False),
+        kernels=task.get("kernels", True),
     )
     builders = peers.BUILDERS | peers_pipelined.BUILDERS | peers_split.BUILDERS
     if name not in builders:
