@@ -95,6 +95,11 @@ BENCHMARKS = {
         {"compare": _compare("compare")},
         _compare("quick", "--quick"),
     ),
+    "compiling": Benchmark(
+        "what compiling takes, with an empty cache, beside compiled blocks",
+        {"compiling": ["compiling.py", "--json", "results/compiling.json"]},
+        ["compiling.py", "--quick"],
+    ),
     "shapes": Benchmark(
         "zero 0 to 3 on other models, on 1 and 4 processes, in bfloat16",
         _shapes(),

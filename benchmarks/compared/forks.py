@@ -6,6 +6,8 @@ ranks too. For rehearsals: what is measured runs in processes that begin alone.
 
 from __future__ import annotations
 
+import atexit
+import ctypes
 import gc
 import importlib
 import os
@@ -26,12 +28,15 @@ IMPORTED = (  # what programs and their workers import, once for all of them
     "torch._dynamo",
     "torch.distributed.checkpoint",
 )
+PR_SET_PDEATHSIG = 1  # Linux prctl
 _rehearsing = False
 
 
 def prepare() -> None:
     """Imports what programs need. From here on, workers are forks too."""
     global _rehearsing
+    # Else each compiling process starts others, which import torch themselves.
+    os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
     for name in IMPORTED:
         importlib.import_module(name)
     gc.collect()
@@ -99,6 +104,8 @@ def _run_and_end(
     """Runs a program here: the last thing that this process does."""
     code: object = 1
     try:
+        if sys.platform == "linux":  # it dies with its parent, however that ends
+            ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         for which in (signal.SIGTERM, signal.SIGINT):
             signal.signal(which, signal.SIG_DFL)
         nothing = os.open(os.devnull, os.O_RDONLY)
@@ -117,7 +124,8 @@ def _run_and_end(
             print(code, file=sys.stderr)
     except BaseException:
         traceback.print_exc()
-    finally:  # nothing of the process that this one comes from goes on here
+    finally:  # as Python ends; nothing of where this comes from goes on here
+        atexit._run_exitfuncs()
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code if isinstance(code, int) else 1)
