@@ -1,7 +1,7 @@
 """Every benchmark by one command: beside torch's own, in the same runs.
 
     python -m benchmarks                     all that README.md has figures of
-    python -m benchmarks --quick             a rehearsal
+    python -m benchmarks --quick             a rehearsal, in two minutes
     python -m benchmarks shapes vocabulary   some of them
     python -m benchmarks --readme            the lines of README.md's first table
 
@@ -9,6 +9,10 @@ Each is a program of this folder, which can be run by itself and says more (`--h
 or its first lines). What they print, and the JSON that they write, goes to
 benchmarks/results/, with the share of the processors that other programs used
 meanwhile; where that was more than 5 %, no figure is good.
+
+A rehearsal runs every program, its every row, on small models: two programs at a time,
+each a fork of this process, which has imported torch for all of them. What its figures
+say is nothing; that no program fails is all that it is for.
 
 gpu.sh runs what needs a card, on a machine that has one.
 
@@ -23,16 +27,26 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import signal
 import subprocess
 import sys
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE))
 
-from compared.measuring import Load, environment  # noqa: E402
+from compared import forks  # noqa: E402
+from compared.measuring import ENVIRONMENT, Load, environment  # noqa: E402
+
+# A rehearsal's programs are forks, so this process must have their environment when
+# it starts, and before it imports torch.
+if __name__ == "__main__" and "--quick" in sys.argv:
+    if any(os.environ.get(name) != value for name, value in ENVIRONMENT.items()):
+        os.execve(sys.executable, sys.orig_argv, environment())
+
 from compared.models import SHAPES  # noqa: E402
 from compared.report import busy, markdown  # noqa: E402
 
@@ -48,7 +62,7 @@ class Benchmark:
     Args:
         what: that is measured.
         runs: by name, the arguments of Python.
-        quick: those of the rehearsal; empty where there is none.
+        quick: those of the rehearsal.
     """
 
     what: str
@@ -80,6 +94,11 @@ BENCHMARKS = {
         "steps, memory and costs beside DDP, FSDP2, pipelining, AdamW",
         {"compare": _compare("compare")},
         _compare("quick", "--quick"),
+    ),
+    "compiling": Benchmark(
+        "what compiling takes, with an empty cache, beside compiled blocks",
+        {"compiling": ["compiling.py", "--json", "results/compiling.json"]},
+        ["compiling.py", "--quick"],
     ),
     "shapes": Benchmark(
         "zero 0 to 3 on other models, on 1 and 4 processes, in bfloat16",
@@ -119,7 +138,7 @@ BENCHMARKS = {
     "hosts": Benchmark(
         "steps over slow links, and bytes that the kernel counted (root)",
         {"hosts": ["hosts.py"]},
-        ["hosts.py", "--bytes", "--only", "zero3"],
+        ["hosts.py", "--bytes"],
     ),
     "published": Benchmark(
         "predictions beside published runs, and 6ND",
@@ -134,7 +153,7 @@ BENCHMARKS = {
     "faults": Benchmark(
         "300 random faults: who hears of them, and when",
         {"faults": ["faults.py"]},
-        [],
+        ["faults.py", "--count", "6"],
     ),
 }
 
@@ -162,6 +181,69 @@ def run(name: str, given: list[str]) -> int:
     return running.returncode
 
 
+@dataclass(frozen=True)
+class Rehearsal:
+    """A program that runs in forks, one or two.
+
+    Args:
+        name: whose; ``text``: the file that it writes; ``start``: when it began.
+    """
+
+    name: str
+    ranks: list[forks.Fork]
+    text: Path
+    start: float
+
+    @classmethod
+    def begin(cls, name: str, given: list[str]) -> Rehearsal:
+        text = HERE / "results" / f"{name}.txt"
+        text.write_text("")
+        ranks: list[dict[str, str]] = [{}]
+        if given[: len(TWO)] == TWO:
+            given, ranks = given[len(TWO) :], forks.ranks_environment(2)
+        started = [forks.Fork(given, {**environment(), **more}, text) for more in ranks]
+        return cls(name, started, text, time.monotonic())
+
+    def ended(self) -> bool:
+        """Returns whether it is over: all its ranks have ended, or one has failed."""
+        codes = [rank.poll() for rank in self.ranks]
+        return any(codes) or None not in codes
+
+    def end(self) -> bool:
+        """Ends what still runs; returns whether all went well."""
+        for rank in self.ranks:
+            rank.kill()
+        return not any([rank.wait() for rank in self.ranks])
+
+
+def rehearse(names: list[str]) -> list[str]:
+    """Runs the rehearsals of some benchmarks, two at a time; returns what failed."""
+    # By far the longest begins first.
+    waiting = sorted(names, key=lambda name: name != "compare")
+    os.chdir(HERE)
+    forks.prepare()
+    running: list[Rehearsal] = []
+    failed = []
+    try:
+        while waiting or running:
+            while waiting and len(running) < 2:
+                name = waiting.pop(0)
+                running.append(Rehearsal.begin(f"quick {name}", BENCHMARKS[name].quick))
+            over = [each for each in running if each.ended()]
+            for each in over:
+                running.remove(each)
+                if not each.end():
+                    failed.append(each.name)
+                seconds = time.monotonic() - each.start
+                print(f"\n== {each.name}, {seconds:.0f} s\n{each.text.read_text()}")
+            sys.stdout.flush()
+            time.sleep(0 if over else 0.05)
+    finally:  # also where this one is told to end
+        for each in running:
+            each.end()
+    return failed
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -180,13 +262,12 @@ def main() -> int:
         return 0
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # and so ends what it runs
     (HERE / "results").mkdir(exist_ok=True)
-    failed = []
-    for name in chosen.names or BENCHMARKS:
-        benchmark = BENCHMARKS[name]
-        quick = {f"quick {name}": benchmark.quick} if benchmark.quick else {}
-        for each, given in (quick if chosen.quick else benchmark.runs).items():
-            if run(each, given):
-                failed.append(each)
+    names = list(chosen.names or BENCHMARKS)
+    if chosen.quick:
+        failed = rehearse(names)
+    else:
+        each = {k: v for name in names for k, v in BENCHMARKS[name].runs.items()}
+        failed = [name for name, given in each.items() if run(name, given)]
     if failed:
         print(f"failed: {', '.join(failed)}", file=sys.stderr)
     return bool(failed)

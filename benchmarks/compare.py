@@ -17,7 +17,8 @@ both sides are cut at the same units. Its floor is one device's step on the whol
 divided by the ranks: what is over it is bubbles, uneven stages and communication. So is
 that of layers that are split over the ranks (tensor and sequence parallel).
 
-`--quick` is a rehearsal on a tiny model: every row, no meaning in the numbers.
+`--quick` is a rehearsal on a tiny model: every row, no meaning in the numbers; what
+compiles is traced, and its operators run one by one.
 `--shape` takes another model (SHAPES in compared/models.py), `--bf16` casts parameters
 to bfloat16 for what is computed, on one device and at zero=3. `--min-bytes` is given to
 `ff.shard`: neighbouring units below it share a message, as DDP's buckets of 25 MB do.
@@ -64,6 +65,7 @@ class Plan:
     bf16: bool = False
     min_bytes: int = 0
     gloo: bool = False
+    kernels: bool = True
 
     def run(self, kind: str, *, ranks: int = 1, **more: Any) -> list[Any]:
         steps = (self.rounds + self.warmup) * len(more.get("competitors", "x"))
@@ -79,6 +81,7 @@ class Plan:
             "bf16": self.bf16,
             "min_bytes": self.min_bytes,
             "gloo": self.gloo,
+            "kernels": self.kernels,
             "patience": patience,
             **more,
         }
@@ -245,6 +248,7 @@ def main(argv: list[str] | None = None) -> None:
         bf16=chosen.bf16,
         min_bytes=chosen.min_bytes,
         gloo=chosen.gloo,
+        kernels=not quick,
     )
     with Load() as load:
         measured = measure(chosen.rows, plan)

@@ -8,6 +8,7 @@ import json
 import os
 import signal
 import sys
+import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -55,6 +56,18 @@ def memory(task: dict[str, Any]) -> dict[str, Any]:
         "between_steps": resident(),
         "late_imports": late,
     }
+
+
+def compiling(task: dict[str, Any]) -> dict[str, Any]:
+    """Seconds of one competitor's first steps, and the processor's, compilers' too."""
+    _import_everything(task)
+    competitor = _build(task["competitor"], task)
+    start, before = time.perf_counter(), os.times()
+    for _ in range(3):
+        competitor.step()
+    seconds, after = time.perf_counter() - start, os.times()
+    # user, system, children's user, children's system
+    return {"seconds": seconds, "processor seconds": sum(after[:4]) - sum(before[:4])}
 
 
 def adam(task: dict[str, Any]) -> dict[str, Any]:
@@ -188,6 +201,7 @@ def _build(name: str, task: dict[str, Any]) -> Any:
         compute=torch.bfloat16 if task.get("bf16") else None,
         min_bytes=task.get("min_bytes", 0),
         gloo=task.get("gloo", False),
+        kernels=task.get("kernels", True),
     )
     builders = peers.BUILDERS | peers_pipelined.BUILDERS | peers_split.BUILDERS
     if name not in builders:
@@ -244,10 +258,21 @@ def main() -> None:
 
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore")  # torch's own, about names that it has renamed
-    grouped = task["ranks"] > 1 or task["kind"] in ("steps", "memory")
+    grouped = task["ranks"] > 1 or task["kind"] in ("steps", "memory", "compiling")
     if grouped:
         _start_group(task)
-    every = (steps, memory, adam, hooks, example, foresee, occupy, checkpoints, train)
+    every = (
+        steps,
+        memory,
+        compiling,
+        adam,
+        hooks,
+        example,
+        foresee,
+        occupy,
+        checkpoints,
+        train,
+    )
     kinds = {f.__name__: f for f in every}
     answer = kinds[task["kind"]](task)
     path = Path(task["folder"]) / f"answer{task['rank']}"

@@ -1,7 +1,8 @@
 """How times and peaks are taken: fresh processes, alternating calls, medians.
 
-The parent starts `worker.py` once per rank and reads one JSON object from each. A
-worker dies with its parent, and the parent kills what has not answered in time, so that
+The parent starts `worker.py` once per rank and reads one JSON object from each. (In a
+rehearsal workers are forks of a process that has imported torch: `forks.py`.) A worker
+dies with its parent, and the parent kills what has not answered in time, so that
 no process is left behind. Peaks are the kernel's own high-water mark (Linux).
 """
 
@@ -19,7 +20,9 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
+
+from compared import forks
 
 BENCHMARKS = Path(__file__).resolve().parents[1]
 
@@ -65,11 +68,24 @@ def run_workers(task: dict[str, Any], *, ranks: int, timeout: float) -> list[Any
                 worker.wait()
 
 
-def _start(task: dict[str, Any]) -> subprocess.Popen[bytes]:
+class Worker(Protocol):
+    """What is asked of a worker: of `subprocess.Popen`, or of a fork."""
+
+    def poll(self) -> int | None: ...
+
+    def kill(self) -> None: ...
+
+    def wait(self) -> int: ...
+
+
+def _start(task: dict[str, Any]) -> Worker:
     log = Path(task["folder"]) / f"log{task['rank']}"
+    args = [str(BENCHMARKS / "worker.py"), json.dumps(task)]
+    if forks.rehearsing():
+        return forks.Fork(args, environment(), log)
     with log.open("wb") as out:
         return subprocess.Popen(
-            [sys.executable, str(BENCHMARKS / "worker.py"), json.dumps(task)],
+            [sys.executable, *args],
             stdin=subprocess.DEVNULL,
             stdout=out,
             stderr=subprocess.STDOUT,
@@ -84,9 +100,7 @@ def _unpinned() -> dict[str, str]:
     return given
 
 
-def _collect(
-    workers: list[subprocess.Popen[bytes]], folder: str, end: float, task: dict
-) -> list[Any]:
+def _collect(workers: list[Worker], folder: str, end: float, task: dict) -> list[Any]:
     while any(worker.poll() is None for worker in workers):
         failed = any(worker.poll() for worker in workers)
         if failed or time.monotonic() > end:

@@ -81,9 +81,11 @@ def transformed(
     if offload:
         step = ff.offload(step, params="host", moments="host")
     if jit:
-        step = ff.jit(step, only="block")
+        backend = "inductor" if setting.kernels else "aot_eager"
+        step = ff.jit(step, only="block", backend=backend)
     if whole:
-        step = ff.jit(step, whole_step=True)
+        backend = "inductor" if setting.kernels else "eager"
+        step = ff.jit(step, whole_step=True, backend=backend)
     return step, train.optimizer
 
 

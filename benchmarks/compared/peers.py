@@ -42,6 +42,7 @@ class Setting:
     compute: torch.dtype | None = None
     min_bytes: int = 0
     gloo: bool = False  # also for fsfunc, of which it is only the way between hosts
+    kernels: bool = True  # compiled graphs become kernels; else they are traced alone
 
     def model(self) -> Gpt:
         params = init_params(self.size, device=self.device)
@@ -53,6 +54,12 @@ class Setting:
     def whole_batch(self) -> dict[str, Tensor]:
         """That of all ranks, which a pipeline's ranks work on together."""
         return whole_batch(self.size, self.ranks, device=self.device)
+
+    @property
+    def compiling(self) -> dict[str, Any]:
+        """The arguments of `torch.compile`."""
+        backend = "inductor" if self.kernels else "aot_eager"
+        return {"fullgraph": True, "dynamic": False, "backend": backend}
 
     @property
     def microbatches(self) -> int:
@@ -120,7 +127,7 @@ def checkpointed(setting: Setting) -> Competitor:
 
 def compiled(setting: Setting) -> Competitor:
     """One device, each block compiled: the floor under compiled steps."""
-    model = _compiled_blocks(setting.model())
+    model = _compiled_blocks(setting)
     return loop(model, adamw(model.parameters()), setting.batch())
 
 
@@ -129,18 +136,19 @@ def compiled_whole(setting: Setting) -> Competitor:
     model: nn.Module = setting.model()
     if setting.compute is not None:
         model = Cast(model, setting.compute)
-    model.compile(fullgraph=True, dynamic=False)
+    model.compile(**setting.compiling)
     return loop(model, adamw(model.parameters()), setting.batch())
 
 
-def _compiled_blocks(model: Gpt) -> Gpt:
+def _compiled_blocks(setting: Setting) -> Gpt:
+    model = setting.model()
     for block in model.blocks:
-        block.compile(fullgraph=True, dynamic=False)
+        block.compile(**setting.compiling)
     return model
 
 
 def ddp(setting: Setting, *, compile: bool = False) -> Competitor:
-    model = _compiled_blocks(setting.model()) if compile else setting.model()
+    model = _compiled_blocks(setting) if compile else setting.model()
     model = DistributedDataParallel(model, gradient_as_bucket_view=True)
     sent = 2 * setting.alpha * setting.size.parameters * FLOAT
     return loop(model, adamw(model.parameters()), setting.batch(), sent=sent)
@@ -183,7 +191,7 @@ def fsdp2(
         if recompute:
             model.blocks[i] = block = checkpoint_wrapper(block)
         if compile:  # around the recompute, as torchtitan does
-            block.compile(fullgraph=True, dynamic=False)
+            block.compile(**setting.compiling)
         fully_shard(block, mesh=mesh, mp_policy=policy, **how)
     fully_shard(model, mesh=mesh, mp_policy=policy, **how)
     gathered = torch.empty(0, dtype=setting.compute or torch.float32).element_size()

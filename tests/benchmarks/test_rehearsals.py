@@ -9,6 +9,7 @@ import json
 import math
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 
 import pytest
@@ -99,6 +100,34 @@ def test_an_unknown_row_is_refused_with_the_names():
     done = forked(FORKED, BENCHMARKS / "compare.py", "--only", "zero9", timeout=60)
     assert done.returncode == 2
     assert "no row zero9" in done.stderr and ", ".join(KEYS) in done.stderr
+
+
+def test_a_rehearsal_of_all_says_which_programs_failed(tmp_path):
+    """Its programs are forks, of one process or of two; each has its own words."""
+    broken = """
+        import runpy, sys
+        import benchmarks.__main__ as all
+
+        all.BENCHMARKS["searching"].quick[:] = ["searching.py", "--no-such-word"]
+        sys.argv = ["benchmarks", "--quick", "vocabulary", "muon", "searching"]
+        sys.exit(all.main())
+    """
+    path = tmp_path / "broken.py"
+    path.write_text(textwrap.dedent(broken))
+    done = subprocess.run(
+        [sys.executable, path],
+        cwd=BENCHMARKS.parent,
+        env=environment() | {"PYTHONPATH": str(BENCHMARKS.parent)},
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert done.returncode == 1, done.stderr
+    assert done.stderr.strip().splitlines()[-1] == "failed: quick searching"
+    for name, word in (("vocabulary", '"peak"'), ("muon", "bytes sent by a rank")):
+        text = (BENCHMARKS / "results" / f"quick {name}.txt").read_text()
+        assert word in text and text in done.stdout
+    assert "unrecognized arguments: --no-such-word" in done.stdout
 
 
 # On a card, as far as a machine without one can tell
