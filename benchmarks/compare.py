@@ -63,7 +63,7 @@ class Plan:
     peers_only: bool
     ranks: int = 2
     bf16: bool = False
-    min_bytes: int = 0
+    min_bytes: int | None = None
     gloo: bool = False
     kernels: bool = True
 
@@ -222,7 +222,7 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--ranks", type=int, default=2, help="processes")
     parser.add_argument("--shape", choices=SHAPES, help="of another model")
     parser.add_argument("--bf16", action="store_true", help="compute in bfloat16")
-    parser.add_argument("--min-bytes", type=int, default=0, help="given to ff.shard")
+    parser.add_argument("--min-bytes", type=int, help="given to ff.shard")
     parser.add_argument("--gloo", action="store_true", help="no shared memory")
     parser.add_argument("--json", type=Path, metavar="PATH", help="write results here")
     chosen = parser.parse_args(argv)

@@ -199,7 +199,7 @@ def _build(name: str, task: dict[str, Any]) -> Any:
         task["rank"],
         task["ranks"],
         compute=torch.bfloat16 if task.get("bf16") else None,
-        min_bytes=task.get("min_bytes", 0),
+        min_bytes=task.get("min_bytes"),
         gloo=task.get("gloo", False),
         kernels=task.get("kernels", True),
     )

@@ -59,6 +59,7 @@ QUICK = Size(256, 64, layers=3, heads=4, length=32, sequences=2)
 SHAPES = {  # beside FULL, for what it might hide
     "small units": Size(512, 64, layers=32, heads=4, length=64, sequences=4),
     "large units": Size(4096, 768, layers=2, heads=12, length=128, sequences=2),
+    "wider layers": Size(2048, 320, layers=6, heads=8, length=192, sequences=4),
     "odd widths": Size(1009, 330, layers=5, heads=5, length=131, sequences=3),
     "long sequences": Size(1024, 128, layers=4, heads=4, length=1024, sequences=1),
     "short sequences": Size(1024, 256, layers=6, heads=8, length=16, sequences=16),

@@ -40,7 +40,7 @@ class Setting:
     ranks: int
     device: str = "cpu"
     compute: torch.dtype | None = None
-    min_bytes: int = 0
+    min_bytes: int | None = None
     gloo: bool = False  # also for fsfunc, of which it is only the way between hosts
     kernels: bool = True  # compiled graphs become kernels; else they are traced alone
 

@@ -173,6 +173,11 @@ class RecordedUnitCall:
         )
 
 
+# The default of `leaf_groups`. What a message costs whatever its size is paid about
+# eight times a step at most; with fewer, less would run beside the backward. A message
+# of 1 MiB takes longer than that cost.
+_MESSAGES, _LARGE_MESSAGE = 8, 1 << 20
+
 # A leaf, and the numbers of the unit call.
 _Reading: TypeAlias = tuple[str, tuple[int, ...]]
 # The file and line, and whether a gradient call was around.
@@ -292,7 +297,7 @@ class Findings:
         return _owner(self._calls_by_leaf()[path])
 
     def leaf_groups(
-        self, min_bytes: int = 0, unit_gathers: bool = True
+        self, min_bytes: int | None = 0, unit_gathers: bool = True
     ) -> list[LeafGroup]:
         """Returns the buffers, in the order in which unit calls first want them.
 
@@ -300,7 +305,8 @@ class Findings:
         that decides how a buffer is gathered and reduced.
 
         Args:
-            min_bytes: neighbouring buffers that are smaller become one.
+            min_bytes: neighbouring buffers that are smaller become one. None: those
+                of less than an eighth of the trained bytes, and of 1 MiB.
             unit_gathers: whether units gather their leaves.
         """
         whole_leaves = self.whole_leaves(unit_gathers)
@@ -326,6 +332,10 @@ class Findings:
             paths_by_key.items(),
             key=lambda key_and_paths: key_and_paths[0][0] or ((1 << 30,),),
         )
+        if min_bytes is None:
+            trained = [p for key, paths in ordered if key[3] for p in paths]
+            nbytes = sum(self.layouts[p].nbytes for p in trained)
+            min_bytes = min(nbytes // _MESSAGES, _LARGE_MESSAGE)
         merged = _merge_small(ordered, min_bytes, self.layouts)
         return [
             LeafGroup(f"{'/'.join(unit)}:{name}", tuple(paths), dtype, owner, compute)

@@ -39,7 +39,7 @@ class ShardOptions:
     zero: int = 3
     replicate: tuple[str, ...] = ()
     reshard_after_forward: bool | Rules = True
-    min_bytes: int = 0
+    min_bytes: int | None = None
     reduce_each: bool = False
     gather: Gather = Gather()
     reduction: Reduction = Reduction()
@@ -77,7 +77,7 @@ class ShardOptions:
                 f"reshard_after_forward={reshard!r}: it is True, False, or {{pattern: "
                 "True or False} by names of units or paths of parameters"
             )
-        check_integer(self.min_bytes, "min_bytes", 0)
+        check_integer(0 if self.min_bytes is None else self.min_bytes, "min_bytes", 0)
         if self.reduce_each and self.zero == 1:
             raise ValueError(
                 "reduce_each=True at zero=1, which reduces once, when the backward "

@@ -83,7 +83,11 @@ class Sharding(Interpretation):
         self.first_calls = first_calls
         self.options, self.mesh, self.axis = options, options.mesh, options.axis
         self.axes, self.zero = options.axes, options.zero
-        self.min_bytes: int = options.min_bytes
+        # What is joined by itself must have the same bits. A gather of shared buffers
+        # holds more memory, and an inexact message rounds by what else is in it.
+        default = None if options.zero == 0 and options.reduction.exact else 0
+        given = options.min_bytes
+        self.min_bytes: int | None = default if given is None else given
         self.compared_whole: frozenset[tuple[int, int, tuple[int, ...]]] = frozenset()
         self.uncompared: dict[Any, set[str]] = {}
 

@@ -30,7 +30,7 @@ def shard(
     zero: Literal[0, 1, 2, 3] = 3,
     replicate: Axis | None = None,
     reshard_after_forward: bool | Mapping[str, bool] = True,
-    min_bytes: int = 0,
+    min_bytes: int | None = None,
     reduce_each: bool = False,
     gather: Gather | None = None,
     reduction: Reduction | None = None,
@@ -59,7 +59,10 @@ def shard(
             as in ``precision``, and with the paths of the parameters that it gathers.
             The first match counts; the default is True.
         min_bytes: neighbouring units below this size share one buffer, and with it one
-            message: worth it for many small units (DDP's buckets have 25 MB).
+            message, until it has as many bytes (DDP's buckets have 25 MB). By default
+            at zero=0, of exact reductions, an eighth of the bytes of all trained units,
+            at most 1 MiB: so a step of up to eight equal units sends one message for
+            each, and one of many small units about eight. Else 0: none are joined.
         reduce_each: with an ``accumulate`` inside, reduces each microbatch's gradients
             over ``axis``, and holds parts of their sum; that is summed over
             ``replicate`` once. By default whole gradients are summed, and reduced once.
@@ -82,13 +85,16 @@ def shard(
     Cost, a rank and step, for P bytes of parameters and a = (n-1)/n: zero=3 gathers
     each unit twice, except for the last one, those whose backward needs no parameter
     and those that are kept, and reduces each once: at most 3aP. zero 1 and 2: one
-    gather and one reduction a unit, 2aP. zero=0: one all-reduce a unit, 2aP. And one
-    psum of the loss. Over r replicas one all-reduce of each part, 2(r-1)/r of its
-    bytes. Reductions overlap with the backward of the units that follow; those of a
+    gather and one reduction a unit, 2aP. zero=0: one all-reduce a unit, or for several
+    small ones (``min_bytes``), 2aP. And one psum of the loss. Over r replicas one
+    all-reduce of each part, 2(r-1)/r of its bytes. Reductions overlap with the backward
+    of the units that follow; those of a
     stage, in a ``pipeline`` inside, begin when it has sent its last derivative, beside
     what the stages before it compute. Ranks compare what must be equal, batches along
-    other axes, replicated leaves, optimizers with their numbers and rates, in calls 1,
-    2, 4, 8 and so on of a state that was laid out: gathers of 16 bytes, in no ledger.
+    other
+    axes, replicated leaves, optimizers with their numbers and rates, in calls 1,
+    2, 4,
+    8 and so on of a state that was laid out: gathers of 16 bytes, in no ledger.
 
     What is checked: the first call of each structure of arguments and each set of True
     and False among them, and with each set of shapes if the step itself combines leaves

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 import fsfunc as ff
 from fsfunc import tree
 from tests.checks import close, on_ranks, simulated
-from tests.models import floats
+from tests.models import chain, floats, layers
 
 MESH = simulated(2)
 ZEROS = pytest.mark.parametrize("zero", [1, 3])
@@ -182,3 +182,30 @@ def test_a_unit_that_shares_a_buffer_may_be_called_twice(zero):
     expected = [ff.value_and_grad(loss)(params, x, twice)[1] for twice in (False, True)]
     for found in ranks(main):
         close(found, expected)
+
+
+@pytest.mark.parametrize(("units", "messages"), [(8, 8), (20, 7), (64, 8)])
+def test_many_small_neighbours_share_messages_by_themselves(units, messages):
+    """An eighth of the bytes in each: at zero=0 alone, and with the same bits."""
+    params, x = layers(units, make=floats), floats(4, 4, seed=9)
+    gradient = ff.value_and_grad(chain())
+
+    def main(options):
+        step = ff.shard(gradient, MESH, "data", **options)
+        mine = ff.local_batch(x, MESH, "data")
+        placed = ff.place(step, params, mine)
+        planned = ff.plan(step, placed, mine)
+        with ff.ledger() as log:
+            _, grads = step(placed, mine)
+        found = ff.unshard(grads)
+        reduced = [r.op for r in log.of(MESH.rank)].count("psum") - 1  # the loss's
+        assert planned.count("psum") == reduced + 1
+        return tree.leaves(found), reduced
+
+    def sent(**options):
+        return ff.spmd(lambda: main(options), MESH)()[0]
+
+    apart, each = sent(zero=0, min_bytes=0)
+    joined, some = sent(zero=0)
+    assert (each, some) == (units, messages)
+    assert all(map(torch.equal, apart, joined))
