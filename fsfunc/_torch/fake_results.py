@@ -17,7 +17,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._pytree import tree_leaves
 
-from fsfunc._torch.dispatch import Args, Kwargs, OpOverload
+from fsfunc._torch.dispatch import Args, Kwargs, OpOverload, gives_views
 from fsfunc._torch.fake_tensors import device_of
 from fsfunc._torch.internals import storage_key
 
@@ -39,6 +39,8 @@ _VIEWS = {
     _aten.split_with_sizes.default, _aten.view.dtype,
     _aten._new_zeros_with_same_feature_meta.default,
 }  # fmt: skip
+# By identity: torch hashes an operator in Python.
+_ONLY_VIEWS = {id(func) for func in _VIEWS if gives_views(func)}
 # Questions that autograd's forward mode asks of each tensor, and Python of its device.
 _ANSWERS: dict[Any, Callable[..., Any]] = {
     torch.ops.prim.device.default: device_of,
@@ -123,6 +125,28 @@ def communication_error(operation: str) -> Communicates:
         "ff.psum_scatter, ff.all_to_all, ff.ppermute or ff.pbroadcast, which are over "
         "an axis of the mesh; what is no part of the step is called outside it"
     )
+
+
+def view_below(func: OpOverload, args: Args) -> Any:
+    """Returns the views that an operator gives of a fake tensor, in the mode's own way.
+
+    ``NotImplemented`` where another mode is on, or the operator or its argument is no
+    ordinary one: see `fake_result`. Two of three operators of a step are views, so
+    nothing is asked here that they do not need.
+    """
+    if id(func) not in _ONLY_VIEWS or torch._C._len_torch_dispatch_stack() != 1:
+        return NotImplemented
+    x = args[0]
+    if type(x) is not FakeTensor or x.constant is not None or x.fake_device != CPU:
+        return NotImplemented
+    mode = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)
+    if mode is not x.fake_mode or not hasattr(mode, "common_attributes"):
+        return NotImplemented
+    with torch._C._DisableTorchDispatch():
+        out = func(*args)
+        if isinstance(out, (list, tuple)):
+            return [_fake_over(mode, part) for part in out]
+        return _fake_over(mode, out)
 
 
 def new_fakes(mode: FakeTensorMode, specs: Iterable[Look]) -> list[FakeTensor]:

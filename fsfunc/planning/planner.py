@@ -33,6 +33,7 @@ from fsfunc.comm.traffic import Ledger
 from fsfunc.core.frames import frame, inside, title
 from fsfunc.optim.optimizer import Optimizer
 from fsfunc.planning.device_kernels import kernels_of
+from fsfunc.planning.equal_calls import EqualCalls
 from fsfunc.planning.events import Started, Waited
 from fsfunc.planning.observer import Observer
 from fsfunc.planning.plans import Plan, PlannedLeaf, RankPlan
@@ -44,7 +45,7 @@ from fsfunc.sharded.spent import refuse_unusable
 from fsfunc.state.initialization import init_state
 from fsfunc.state.layout_rules import LayoutRules
 from fsfunc.state.train_state import TrainState
-from fsfunc.tracing.runs import shadows, without_data
+from fsfunc.tracing.runs import noting_equal_calls, shadows, without_data
 from fsfunc.transforms.donation import restore
 from fsfunc.transforms.local.averaging import LocalState
 from fsfunc.tree.types import PyTree
@@ -128,7 +129,8 @@ def plan(
     kernels = kernels_of(device)
 
     def main() -> Plan:
-        step_args = _make_arguments(step, args, layouts) if makes_state else args
+        with noting_equal_calls(None if every_microbatch else EqualCalls()):
+            step_args = _make_arguments(step, args, layouts) if makes_state else args
         observer = Observer(kernels=kernels, every_microbatch=every_microbatch)
         return _plan_here(step, step_args, here(), observer)
 

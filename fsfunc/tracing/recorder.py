@@ -343,6 +343,11 @@ class Recorder(Findings, Tracer, Watcher):
         self._gradients.update(map(id, gradients))
         self._alive.extend(gradients)
 
+    @property
+    def gradient_count(self) -> int:
+        """The number of gradients that gradient calls have taken."""
+        return len(self._gradients)
+
     def collective_called(
         self, x: Tensor, linear_map: LinearMap, where: RankGroup
     ) -> None:
@@ -444,8 +449,12 @@ class Recorder(Findings, Tracer, Watcher):
         # generators.
         by_default = call.frame.seed is None and not call.frame.path
         noting = DrawsWithin(self.drawing, call.name) if by_default else nullcontext()
+        run = partial(super().run_body, call, params, inputs, keywords)
         with noting:
-            return super().run_body(call, params, inputs, keywords)
+            if (equal_calls := runs.EQUAL_CALLS.get()) is None or not self.forward_only:
+                return run()
+            arguments = params, inputs, keywords
+            return equal_calls.run_body(self, call, arguments, run)
 
     def unit(
         self, noted: runs.Noted, run: Callable[..., PyTree], call: Call

@@ -12,8 +12,9 @@ import copy
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
+from contextvars import ContextVar
 from dataclasses import replace
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -29,7 +30,7 @@ from fsfunc.core.units import Call
 from fsfunc.runtime.generators import generators_restored, other_generators_restored
 from fsfunc.runtime.memory import fresh_buffers
 from fsfunc.runtime.memory_spaces import space_of
-from fsfunc.runtime.scopes import in_one_thread, running_eagerly
+from fsfunc.runtime.scopes import Scoped, in_one_thread, running_eagerly
 from fsfunc.sharded.layout import Owned
 from fsfunc.sharded.leaf import Sharded, is_sharded
 from fsfunc.sharded.plain_leaves import locate_state
@@ -224,6 +225,26 @@ def returned_state(args: Sequence[PyTree], out: PyTree) -> PyTree:
     state_def = tree.flatten(args[0] if args else (), is_leaf=is_sharded)[1]
     start, found_def = locate_state(out_def, state_def)
     return tree.unflatten(found_def, leaves[start : start + found_def.num_leaves])
+
+
+class EqualCalls(Protocol):
+    """What runs the bodies of units in a recording: see ``planning.equal_calls``."""
+
+    def run_body(
+        self,
+        recorder: Any,
+        call: Call,
+        arguments: tuple[PyTree, ...],
+        run: Callable[[], PyTree],
+    ) -> PyTree: ...
+
+
+EQUAL_CALLS: ContextVar[EqualCalls | None] = ContextVar("equal_calls", default=None)
+
+
+def noting_equal_calls(equal_calls: EqualCalls | None) -> Scoped:
+    """Inside, recordings without backward passes run equal unit calls once."""
+    return Scoped(EQUAL_CALLS, equal_calls)
 
 
 class LaysOut(Protocol):
