@@ -128,25 +128,16 @@ def communication_error(operation: str) -> Communicates:
 
 
 def view_below(func: OpOverload, args: Args) -> Any:
-    """Returns the views that an operator gives of a fake tensor, in the mode's own way.
+    """Returns the views that an operator gives of a fake tensor, for a mode above.
 
-    ``NotImplemented`` where another mode is on, or the operator or its argument is no
-    ordinary one: see `fake_result`. Two of three operators of a step are views, so
-    nothing is asked here that they do not need.
+    ``NotImplemented`` if it gives none, or not of one of `fake_modes.HereFakeMode`. Two
+    of three operators of a step are views, so nothing else is asked of them.
     """
-    if id(func) not in _ONLY_VIEWS or torch._C._len_torch_dispatch_stack() != 1:
-        return NotImplemented
-    x = args[0]
-    if type(x) is not FakeTensor or x.constant is not None or x.fake_device != CPU:
-        return NotImplemented
-    mode = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)
-    if mode is not x.fake_mode or not hasattr(mode, "common_attributes"):
-        return NotImplemented
-    with torch._C._DisableTorchDispatch():
-        out = func(*args)
-        if isinstance(out, (list, tuple)):
-            return [_fake_over(mode, part) for part in out]
-        return _fake_over(mode, out)
+    if id(func) in _ONLY_VIEWS and torch._C._len_torch_dispatch_stack() == 1:
+        mode: Any = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)
+        if hasattr(mode, "common_attributes"):
+            return quick_fake(mode, func, args, {})
+    return NotImplemented
 
 
 def new_fakes(mode: FakeTensorMode, specs: Iterable[Look]) -> list[FakeTensor]:

@@ -136,7 +136,7 @@ def _counts(recorder: Recorder) -> tuple[Any, ...]:
     return (
         len(recorder.unit_calls),
         len(recorder.claims),
-        recorder.gradient_count,
+        len(recorder.gradient_ids),
         None if unit_token is None else unit_token.latest,
         len(recorder.numbers_given),
     )

@@ -30,7 +30,7 @@ from fsfunc.core.units import Call
 from fsfunc.runtime.generators import generators_restored, other_generators_restored
 from fsfunc.runtime.memory import fresh_buffers
 from fsfunc.runtime.memory_spaces import space_of
-from fsfunc.runtime.scopes import Scoped, in_one_thread, running_eagerly
+from fsfunc.runtime.scopes import in_one_thread, running_eagerly
 from fsfunc.sharded.layout import Owned
 from fsfunc.sharded.leaf import Sharded, is_sharded
 from fsfunc.sharded.plain_leaves import locate_state
@@ -227,24 +227,8 @@ def returned_state(args: Sequence[PyTree], out: PyTree) -> PyTree:
     return tree.unflatten(found_def, leaves[start : start + found_def.num_leaves])
 
 
-class EqualCalls(Protocol):
-    """What runs the bodies of units in a recording: see ``planning.equal_calls``."""
-
-    def run_body(
-        self,
-        recorder: Any,
-        call: Call,
-        arguments: tuple[PyTree, ...],
-        run: Callable[[], PyTree],
-    ) -> PyTree: ...
-
-
-EQUAL_CALLS: ContextVar[EqualCalls | None] = ContextVar("equal_calls", default=None)
-
-
-def noting_equal_calls(equal_calls: EqualCalls | None) -> Scoped:
-    """Inside, recordings without backward passes run equal unit calls once."""
-    return Scoped(EQUAL_CALLS, equal_calls)
+# Runs the bodies of units in a plan's recording: ``planning.equal_calls.EqualCalls``.
+EQUAL_CALLS: ContextVar[Any] = ContextVar("equal_calls", default=None)
 
 
 class LaysOut(Protocol):
