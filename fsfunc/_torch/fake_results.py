@@ -211,7 +211,8 @@ def quick_fake(
             return NotImplemented
         if rule == "view" and not kwargs:
             with torch._C._DisableTorchDispatch():
-                out = func(*args)
+                # A third of all views. What is made over ``x`` is detached from it.
+                out = x if func is _aten.detach.default else func(*args)
                 if isinstance(out, (list, tuple)):
                     return [_fake_over(mode, part) for part in out]
                 return _fake_over(mode, out)
@@ -299,7 +300,7 @@ def _fake_over(mode: Any, x: Tensor) -> FakeTensor:
     fake = Tensor._make_subclass(
         FakeTensor,
         x,
-        x.requires_grad,
+        False,
         dispatch_device=True,
         device_for_backend_keys=CPU,  # type: ignore[arg-type]
     )
