@@ -69,13 +69,16 @@ class EqualCalls:
             run: runs the body.
         """
         leaves = tree.leaves(arguments, is_leaf=is_sharded)
-        key = _key(recorder, call, arguments, leaves)
+        # What is asked here of tensors is no read of the body's, which a mode records.
+        with _torch.outside_function_modes():
+            key = _key(recorder, call, arguments, leaves)
         if key is None:
             return run()
         if key not in self._noted:
             before = _counts(recorder)
             out = run()
-            self._noted[key] = _note(recorder, call, leaves, out, before)
+            with _torch.outside_function_modes():
+                self._noted[key] = _note(recorder, call, leaves, out, before)
             return out
         return (
             run()
