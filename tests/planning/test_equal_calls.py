@@ -150,12 +150,11 @@ def check_equal(names, transform):
             except (RuntimeError, ValueError, TypeError) as error:
                 outcomes.append((type(error), str(error)))
     assert outcomes[0] == outcomes[1]
-    return outcomes[0]
 
 
 @pytest.mark.parametrize("name", CALLS)
 def test_a_plan_is_that_by_all_calls(name):
-    assert len(check_equal(["linear", name], "plain")[0])
+    check_equal(["linear", name], "plain")
 
 
 @settings(deadline=None, max_examples=12)
