@@ -81,6 +81,7 @@ CALLS = {
     "partial": partial,
     "how": lambda p, x: branches(p, x, how=True),
     "not": branches,
+    "off": lambda p, x: branches(p, x, how=False),
     "scale": lambda p, x: branches(p, x, how=True, scale=2.0),
     "outer": outer,
     "two": lambda p, x: two(p, x)[0] + two(p, x)[1],
@@ -178,6 +179,7 @@ def test_equal_bodies_run_once_to_lay_out_a_state():
     assert ran(["linear"]) == 2 + 5
     assert ran(["linear", "linear"]) == 2 + 10
     assert ran(["linear", "how", "not", "scale"]) == 2 + 3 + 20
+    assert ran(["how", "off"]) == 2 + 1 + 10  # one structure, two values
     assert ran(["linear"], every_microbatch=True) == 5 + 5
 
 
