@@ -698,6 +698,38 @@ def test_views_of_fake_tensors_are_told():
         assert not _torch.is_view(func, (x,)), breaks("plans miss what is computed")
 
 
+class ViewsBelow(_torch.OperatorMode):
+    """Asks for views below itself, and notes whether there was an answer."""
+
+    def __init__(self):
+        super().__init__()
+        self.answers = []
+
+    def operator(self, func, args, kwargs):
+        out = fake_results.view_below(func, args)
+        self.answers.append(out is not NotImplemented)
+        return func(*args, **kwargs) if out is NotImplemented else out
+
+
+def test_views_are_made_below_a_mode():
+    mode = fake_modes.fake_mode_of([])
+    with mode:
+        x = torch.ones(2, 3)
+    effect = breaks("plans take another way for views, or none")
+    with mode, ViewsBelow() as asked:
+        several = [x.t(), *x.unbind(0), x[:, 1:], x.detach()]
+        assert asked.answers and all(asked.answers), effect
+        x + 1, x.clone(), torch.ones(2).t()
+        assert not any(asked.answers[-3:-1])
+    with mode:
+        expected = [x.t(), *x.unbind(0), x[:, 1:], x.detach()]
+    for one, other in zip(several, expected, strict=True):
+        check_alike(one, other, mode, [x], "a view")
+    with mode, ViewsBelow() as outer, ViewsBelow() as asked:
+        x.t()
+    assert outer.answers == [True] and asked.answers == [False], effect
+
+
 def test_the_node_whose_backward_runs_is_known():
     def look(func):
         node = _torch.current_node()

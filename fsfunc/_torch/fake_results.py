@@ -17,7 +17,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._pytree import tree_leaves
 
-from fsfunc._torch.dispatch import Args, Kwargs, OpOverload
+from fsfunc._torch.dispatch import Args, Kwargs, OpOverload, gives_views
 from fsfunc._torch.fake_tensors import device_of
 from fsfunc._torch.internals import storage_key
 
@@ -39,6 +39,8 @@ _VIEWS = {
     _aten.split_with_sizes.default, _aten.view.dtype,
     _aten._new_zeros_with_same_feature_meta.default,
 }  # fmt: skip
+# By identity: torch hashes an operator in Python.
+_ONLY_VIEWS = {id(func) for func in _VIEWS if gives_views(func)}
 # Questions that autograd's forward mode asks of each tensor, and Python of its device.
 _ANSWERS: dict[Any, Callable[..., Any]] = {
     torch.ops.prim.device.default: device_of,
@@ -125,6 +127,19 @@ def communication_error(operation: str) -> Communicates:
     )
 
 
+def view_below(func: OpOverload, args: Args) -> Any:
+    """Returns the views that an operator gives of a fake tensor, for a mode above.
+
+    ``NotImplemented`` if it gives none, or not of one of `fake_modes.HereFakeMode`. Two
+    of three operators of a step are views, so nothing else is asked of them.
+    """
+    if id(func) in _ONLY_VIEWS and torch._C._len_torch_dispatch_stack() == 1:
+        mode: Any = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)
+        if hasattr(mode, "common_attributes"):
+            return quick_fake(mode, func, args, {})
+    return NotImplemented
+
+
 def new_fakes(mode: FakeTensorMode, specs: Iterable[Look]) -> list[FakeTensor]:
     """Returns new fake tensors of the CPU, of these shapes, strides and dtypes."""
     with torch._C._DisableTorchDispatch():
@@ -196,7 +211,8 @@ def quick_fake(
             return NotImplemented
         if rule == "view" and not kwargs:
             with torch._C._DisableTorchDispatch():
-                out = func(*args)
+                # A third of all views. What is made over ``x`` is detached from it.
+                out = x if func is _aten.detach.default else func(*args)
                 if isinstance(out, (list, tuple)):
                     return [_fake_over(mode, part) for part in out]
                 return _fake_over(mode, out)
@@ -284,7 +300,7 @@ def _fake_over(mode: Any, x: Tensor) -> FakeTensor:
     fake = Tensor._make_subclass(
         FakeTensor,
         x,
-        x.requires_grad,
+        False,
         dispatch_device=True,
         device_for_backend_keys=CPU,  # type: ignore[arg-type]
     )

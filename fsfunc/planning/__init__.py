@@ -11,6 +11,7 @@ planner.py          plan: a step run where nothing is sent or computed; its tran
 observer.py         records operators and memory
 events.py plans.py  what a plan is made of, and what it answers
 device_kernels.py   kernels of a GPU, and those that jit makes
+equal_calls.py      equal unit calls, of which one is run to lay out a state
 parted_units.py     what a compiled unit saves for its backward
 rounds.py           equal microbatches, of which a few are run for many
 estimation.py simulation.py cost_model.py   how long it takes

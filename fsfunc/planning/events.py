@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -164,28 +164,64 @@ def describe(
         args, kwargs, out: its arguments and result.
         inputs, outputs: the tensors among the arguments, and in the result.
     """
-    packet = func.overloadpacket
-    if packet in _EMPTY:
+    traits = _traits(func)
+    if traits.is_empty:
         return None
-    flop_formula = FLOPS.get(packet)
-    flops = (
-        int(flop_formula(*args, **kwargs, out_val=out))
-        if flop_formula is not None
-        else 0
-    )
-    if packet in _LOOKUPS:
+    formula, flops = traits.flop_formula, 0
+    if formula is not None:
+        flops = int(formula(*args, **kwargs, out_val=out))
+    if traits.reads == "entries":
         n_bytes = 2 * sum(map(size_of, outputs)) + sum(map(size_of, inputs[1:]))
-    elif packet is _aten.nll_loss_forward:  # it reads one entry of each row
+    elif traits.reads == "rows":
         n_bytes = 2 * size_of(inputs[1])
     else:
         n_bytes = sum(map(size_of, _each((*inputs, *outputs))))
     floats = (x.dtype for x in (*inputs, *outputs) if x.dtype.is_floating_point)
     dtype = next(floats, None) or (*outputs, *inputs)[0].dtype
-    dims = _dims(packet, inputs)
-    op = Op(_name(packet), flops, n_bytes, dtype, dims, _causal(func, args, kwargs))
-    return (
-        _with_store(op, packet, _each((*inputs, *outputs))) if any_offloaded() else op
-    )
+    dims = () if traits.dims is None else traits.dims(inputs)
+    causal = traits.is_attention and _causal(func, args, kwargs)
+    op = Op(traits.name, flops, n_bytes, dtype, dims, causal)
+    if not any_offloaded():
+        return op
+    return _with_store(op, func.overloadpacket, _each((*inputs, *outputs)))
+
+
+class _Traits(NamedTuple):
+    """What is asked of each call of an operator, and is the same in all of them.
+
+    Args:
+        name: torch's.
+        is_empty: whether it only allocates memory.
+        flop_formula: of `FLOPS`, if there is one.
+        reads: "entries" for a lookup, which reads so much of its first argument as it
+            returns; "rows" for one that reads one entry of each row; "" for all.
+        dims: returns those of `Op` for its tensors; None if it has none.
+        is_attention: whether it may have a causal mask.
+    """
+
+    name: str
+    is_empty: bool
+    flop_formula: Callable[..., Any] | None
+    reads: str
+    dims: Callable[[Sequence[Tensor]], tuple[int, ...]] | None
+    is_attention: bool
+
+
+@functools.cache
+def _traits(func: _torch.OpOverload) -> _Traits:
+    packet = func.overloadpacket
+    reads = "entries" if packet in _LOOKUPS else ""
+    reads = "rows" if packet is _aten.nll_loss_forward else reads
+    attends, dims = is_attention(packet), None
+    if packet in (_aten.mm, _aten.addmm, _aten.addmm_):
+        dims = _product_dims
+    elif packet in (_aten.bmm, _aten.baddbmm, _aten.baddbmm_):
+        dims = _batched_dims
+    elif attends:
+        is_backward = "backward" in str(packet)
+        dims = functools.partial(_attention_dims, first=1 if is_backward else 0)
+    formula = FLOPS.get(packet)
+    return _Traits(str(packet), packet in _EMPTY, formula, reads, dims, attends)
 
 
 def _with_store(
@@ -205,9 +241,6 @@ def _each(tensors: Iterable[Tensor]) -> list[Tensor]:
     return list({id(x): x for x in tensors}.values())
 
 
-_name = functools.cache(str)  # `str` of an operator formats anew each time
-
-
 def size_of(x: Tensor) -> int:
     """Returns the bytes of ``x`` in memory; a broadcast dim (stride 0) counts once."""
     count, strides = x.numel(), x.stride()
@@ -216,18 +249,20 @@ def size_of(x: Tensor) -> int:
     return int(count) * x.element_size()
 
 
-def _dims(packet: _torch.OpOverloadPacket, inputs: Sequence[Tensor]) -> tuple[int, ...]:
-    if packet in (_aten.mm, _aten.addmm, _aten.addmm_):
-        left, right = inputs[-2:]
-        return (1, int(left.shape[0]), int(left.shape[1]), int(right.shape[1]))
-    if packet in (_aten.bmm, _aten.baddbmm, _aten.baddbmm_):
-        left, right = inputs[-2:]
-        return (*map(int, left.shape), int(right.shape[2]))
-    if is_attention(packet):
-        q, k = inputs[1:3] if "backward" in str(packet) else inputs[:2]
-        heads = int(q.shape[:-2].numel())
-        return (heads, int(q.shape[-2]), int(k.shape[-2]), int(q.shape[-1]))
-    return ()
+def _product_dims(inputs: Sequence[Tensor]) -> tuple[int, ...]:
+    left, right = inputs[-2:]
+    return (1, int(left.shape[0]), int(left.shape[1]), int(right.shape[1]))
+
+
+def _batched_dims(inputs: Sequence[Tensor]) -> tuple[int, ...]:
+    left, right = inputs[-2:]
+    return (*map(int, left.shape), int(right.shape[2]))
+
+
+def _attention_dims(inputs: Sequence[Tensor], first: int) -> tuple[int, ...]:
+    q, k = inputs[first : first + 2]
+    heads = int(q.shape[:-2].numel())
+    return (heads, int(q.shape[-2]), int(k.shape[-2]), int(q.shape[-1]))
 
 
 @functools.cache
@@ -240,8 +275,6 @@ def is_attention(packet: _torch.OpOverloadPacket) -> bool:
 def _causal(
     func: _torch.OpOverload, args: Sequence[Any], kwargs: dict[str, Any]
 ) -> bool:
-    if not is_attention(func.overloadpacket):
-        return False
     names = [argument.name for argument in func._schema.arguments]
     if "is_causal" not in names:
         return False

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from fsfunc import _torch, tree
 from fsfunc._torch import fake_modes
+from fsfunc._torch.fake_results import view_below
 from fsfunc.comm.attribution import current_label
 from fsfunc.comm.ledgers import is_silent
 from fsfunc.core.execution_context import running
@@ -172,6 +173,11 @@ class Observer(Tracer, OperatorMode):
     def operator(
         self, func: _torch.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
+        # A view computes nothing and takes no memory: a plan has no event of it.
+        if not (self.counts_unseen or kwargs):
+            out = view_below(func, args)
+            if out is not NotImplemented:
+                return out
         inputs = _torch.tensors_in((*args, *kwargs.values()) if kwargs else args)
         if not (self.counts_unseen or self.is_paused or func is _CONSTANT):
             for x in inputs:

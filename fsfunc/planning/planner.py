@@ -33,18 +33,19 @@ from fsfunc.comm.traffic import Ledger
 from fsfunc.core.frames import frame, inside, title
 from fsfunc.optim.optimizer import Optimizer
 from fsfunc.planning.device_kernels import kernels_of
+from fsfunc.planning.equal_calls import EqualCalls
 from fsfunc.planning.events import Started, Waited
 from fsfunc.planning.observer import Observer
 from fsfunc.planning.plans import Plan, PlannedLeaf, RankPlan
 from fsfunc.runtime.memory import counting
-from fsfunc.runtime.scopes import gc_paused
+from fsfunc.runtime.scopes import Scoped, gc_paused
 from fsfunc.sharded.inputs import check_function
 from fsfunc.sharded.leaf import Sharded, is_sharded
 from fsfunc.sharded.spent import refuse_unusable
 from fsfunc.state.initialization import init_state
 from fsfunc.state.layout_rules import LayoutRules
 from fsfunc.state.train_state import TrainState
-from fsfunc.tracing.runs import shadows, without_data
+from fsfunc.tracing.runs import EQUAL_CALLS, shadows, without_data
 from fsfunc.transforms.donation import restore
 from fsfunc.transforms.local.averaging import LocalState
 from fsfunc.tree.types import PyTree
@@ -91,7 +92,8 @@ def plan(
         every_microbatch: run each microbatch of `accumulate` and `pipeline`. Otherwise
             one that finds memory as the one before it did is noted to do the same: a
             loss that counts its own calls, and computes something else in a later one,
-            has to be planned with True.
+            has to be planned with True. Then each unit call runs, too, as the state is
+            laid out; otherwise one of those that are given the same shapes.
 
     Returns:
         a :class:`Plan`; ``plan[rank]`` is one rank's program.
@@ -128,7 +130,8 @@ def plan(
     kernels = kernels_of(device)
 
     def main() -> Plan:
-        step_args = _make_arguments(step, args, layouts) if makes_state else args
+        with Scoped(EQUAL_CALLS, None if every_microbatch else EqualCalls()):
+            step_args = _make_arguments(step, args, layouts) if makes_state else args
         observer = Observer(kernels=kernels, every_microbatch=every_microbatch)
         return _plan_here(step, step_args, here(), observer)
 

@@ -224,6 +224,7 @@ class Recorder(Findings, Tracer, Watcher):
         written_by_data: the leaves that are written by ``.data``.
         drawing: the units that draw random numbers outside gradient calls.
         cuts_batch: whether it cuts a batch into microbatches.
+        gradient_ids: the ids of the gradients that gradient calls have taken.
     """
 
     forward_only: bool = False
@@ -242,7 +243,7 @@ class Recorder(Findings, Tracer, Watcher):
     drawing: set[str] = field(default_factory=set)
     cuts_batch: bool = False
     _path_by_id: dict[int, str] = field(default_factory=dict)  # of leaves' tensors
-    _gradients: set[int] = field(default_factory=set)  # the ids of gradients
+    gradient_ids: set[int] = field(default_factory=set)
     # (path, microbatches around) of the leaves by which gradients were taken.
     _differentiated_by: set[tuple[str | None, tuple[tuple[int, int], ...]]] = field(
         default_factory=set
@@ -340,7 +341,7 @@ class Recorder(Findings, Tracer, Watcher):
             self.needs_no_check and first_time and not (f.in_loss or f.path)
         )
         self._differentiated_by.update(differentiated)
-        self._gradients.update(map(id, gradients))
+        self.gradient_ids.update(map(id, gradients))
         self._alive.extend(gradients)
 
     def collective_called(
@@ -373,7 +374,9 @@ class Recorder(Findings, Tracer, Watcher):
         # whose shape says nothing.
         refuse_reshaped([x for x in leaves if isinstance(x, Recorded)])
         local_parts = [x.local for x in leaves if is_sharded(x)]
-        self.returns_new_leaves = any(id(x) not in self._gradients for x in local_parts)
+        self.returns_new_leaves = any(
+            id(x) not in self.gradient_ids for x in local_parts
+        )
         state_def, returned_def = (
             tree.flatten(x, is_sharded)[1] for x in (args[:1], (state,))
         )
@@ -381,7 +384,7 @@ class Recorder(Findings, Tracer, Watcher):
         new_tensors = [
             x
             for x in new_tensors
-            if isinstance(x, Tensor) and id(x) not in self._gradients
+            if isinstance(x, Tensor) and id(x) not in self.gradient_ids
         ]
         self.returns_state = bool(new_tensors) and returned_def == state_def
         bare_tensors = [
@@ -410,7 +413,7 @@ class Recorder(Findings, Tracer, Watcher):
 
     def is_leaf(self, x: Leaf) -> bool:
         """Returns whether ``x`` stands for a leaf, or for the gradient by one."""
-        return id(x) in self._gradients or self.path_of(x) is not None
+        return id(x) in self.gradient_ids or self.path_of(x) is not None
 
     def path_of(self, x: Leaf) -> str | None:
         """Returns the path of the leaf that ``x`` is, or stands for; else None."""
@@ -444,8 +447,11 @@ class Recorder(Findings, Tracer, Watcher):
         # generators.
         by_default = call.frame.seed is None and not call.frame.path
         noting = DrawsWithin(self.drawing, call.name) if by_default else nullcontext()
+        run = partial(super().run_body, call, params, inputs, keywords)
         with noting:
-            return super().run_body(call, params, inputs, keywords)
+            if self.forward_only and (equal_calls := runs.EQUAL_CALLS.get()):
+                return equal_calls.run_body(self, call, (params, inputs, keywords), run)
+            return run()
 
     def unit(
         self, noted: runs.Noted, run: Callable[..., PyTree], call: Call
@@ -524,7 +530,7 @@ class Recorder(Findings, Tracer, Watcher):
             self.on_take("an operator", values)
         for x in values:
             path = self.path_of(x)
-            if path is None and not by_library and id(x) in self._gradients:
+            if path is None and not by_library and id(x) in self.gradient_ids:
                 self.needs_no_check = False
             if path is None or (path, f.numbers) in self.read_in_units:
                 continue

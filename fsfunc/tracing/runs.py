@@ -12,8 +12,9 @@ import copy
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
+from contextvars import ContextVar
 from dataclasses import replace
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -224,6 +225,10 @@ def returned_state(args: Sequence[PyTree], out: PyTree) -> PyTree:
     state_def = tree.flatten(args[0] if args else (), is_leaf=is_sharded)[1]
     start, found_def = locate_state(out_def, state_def)
     return tree.unflatten(found_def, leaves[start : start + found_def.num_leaves])
+
+
+# Runs the bodies of units in a plan's recording: ``planning.equal_calls.EqualCalls``.
+EQUAL_CALLS: ContextVar[Any] = ContextVar("equal_calls", default=None)
 
 
 class LaysOut(Protocol):

@@ -220,6 +220,11 @@ class NumbersGiven(NamedTuple):
     by_transform: bool
     by_library: bool
 
+    @property
+    def has_flags(self) -> bool:
+        """Whether they are truth values alone."""
+        return all(type(x) is bool for x in self.numbers)
+
 
 _FAKES_FOLDER = str(Path(_torch.__file__).parent)  # where what is fake is made
 

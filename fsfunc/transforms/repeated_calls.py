@@ -302,7 +302,8 @@ class RepeatedCall:
         residual = _Residual()
         # With its value until the function returns, which may read it (see `HookMode`).
         if self.hook_mode is None or self.hook_mode is HookMode.AT_RETURN:
-            residual.value = x = x.detach()
+            # A plan has no need of another tensor: to make one takes it longest.
+            residual.value = x = x if isinstance(x, _torch.FakeTensor) else x.detach()
             residual.version = x._version
         else:
             residual.value = None

@@ -9,6 +9,7 @@ import torch
 from torch.func import grad, jvp
 
 import fsfunc as ff
+from fsfunc.tracing import recorder
 from fsfunc.tracing.rules import Unsteady
 from tests.checks import simulated
 
@@ -222,3 +223,46 @@ def test_a_step_is_tried_twice_at_most():
 
     for tried, all_ in ff.spmd(main, MESH)():
         assert 1 <= tried <= 2 and all_ == tried + 1
+
+
+def decayed(optimizer):
+    """A step whose types are checked: it combines gradients with parameters."""
+
+    def step(state, x):
+        loss, g = ff.value_and_grad(unit)(state.params, x)
+        g = ff.tree.map(lambda a, g: g + 0.1 * a, state.params, g)
+        return state.apply_gradients(g, optimizer), loss
+
+    return step
+
+
+def test_a_first_state_with_moments_is_recorded_once(monkeypatch):
+    """Where its types are checked, that is the run to compare the record with."""
+    runs, run = [], recorder._Recording.run
+
+    def counted(self, *args):
+        runs.append(args)
+        return run(self, *args)
+
+    monkeypatch.setattr(recorder._Recording, "run", counted)
+    mesh = ff.make_mesh({"data": 1}, "simulated")
+    for optimizer in (ff.sharded_adam(0.1), ff.sgd(0.1, momentum=0.9)):
+        runs.clear()
+        step = ff.shard(decayed(optimizer), mesh, "data")
+        ff.spmd(lambda o, s: ff.init_state(s, W, o, X), mesh)(optimizer, step)
+        assert len(runs) == 1
+
+
+def test_a_first_state_that_counts_its_runs_is_refused():
+    optimizer, runs = ff.sharded_adam(0.1), []
+
+    def begin(params):
+        runs.append(1)
+        made = (len(runs) * X[0]).sum()
+        return ff.TrainState(params, optimizer.init(params), extra=made)
+
+    mesh = ff.make_mesh({"data": 1}, "simulated")
+    step = ff.shard(decayed(optimizer), mesh, "data")
+    main = ff.spmd(lambda: ff.init_state(step, W, begin, X), mesh)
+    with pytest.raises(Unsteady, match="Python state"):
+        main()
