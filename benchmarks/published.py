@@ -298,7 +298,7 @@ def main(arguments: list[str] | None = None) -> None:
     given = parser.parse_args(arguments)
     if given.fit:
         return published_runs.show_fit()
-    runs = published_runs.show(given.runs)
+    runs = published_runs.show(given.runs, given.quick)
     if given.runs is not None:
         if given.json is not None:
             given.json.write_text(json.dumps({"runs": runs}, indent=1) + "\n")
