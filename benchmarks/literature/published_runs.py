@@ -5,8 +5,9 @@
 reads other rows of the same columns, and then nothing else is planned.
 
 One number of each family of GPUs is fitted, the share of the peak that large products
-reach: so that the mean error is none over the runs whose ``part`` is "fit", each source
-counting once. Runs that are "held out" were not looked at for it. Each source is also
+reach: so that the mean error is none over the runs whose ``part`` is "fit", of which
+those that differ in their number of GPUs alone count as one. Those that are "held out"
+were not looked at for it. Each source is also
 left out, and judged by a fit of all the others on its GPUs (`without_source`).
 """
 
@@ -21,6 +22,7 @@ from functools import cache
 from itertools import combinations
 from pathlib import Path
 from statistics import mean
+from typing import Any
 
 from literature.closed_forms import Run, plan_of, read
 from literature.layer_kernels import attention_of
@@ -132,16 +134,19 @@ def gain(run: Run) -> float:
     return gained / math.log(STEP)
 
 
-def _of_sources(runs: Sequence[Run], value: Callable[[Run], float]) -> float:
-    """The mean over sources of the mean over a source's runs."""
-    sources = dict.fromkeys(run.source for run in runs)
-    return mean(mean(value(r) for r in runs if r.source == s) for s in sources)
+def _of_setups(runs: Sequence[Run], value: Callable[[Run], float]) -> float:
+    """The mean of a value: runs that differ in their number of GPUs count as one."""
+    setups: dict[tuple[Any, ...], list[float]] = {}
+    for r in runs:
+        setup = (r.source, r.model, r.hardware, r.seq, r.remat)
+        setups.setdefault(setup, []).append(value(r))
+    return mean(map(mean, setups.values()))
 
 
 def correction(runs: Sequence[Run]) -> float:
     """How many times faster products are to be, for a mean error of none."""
-    error = _of_sources(runs, lambda run: judged(run).error)
-    return math.exp(-error / _of_sources(runs, gain))
+    error = _of_setups(runs, lambda run: judged(run).error)
+    return math.exp(-error / _of_setups(runs, gain))
 
 
 def fitted(runs: Sequence[Run]) -> float:
@@ -324,5 +329,5 @@ def show_fit() -> None:
 
         print(
             f"{family}: large products {fitted(some):.3f} of the peak, "
-            f"6ND {math.exp(_of_sources(some, rate)):.3f}"
+            f"6ND {math.exp(_of_setups(some, rate)):.3f}"
         )

@@ -105,10 +105,12 @@ class _Stages(Kernels):
             self._compute(action)
             message = self._send(action)
             if not self.library.overlaps:
-                # Megatron-LM issues a send and the next receive as one, and waits.
+                # Megatron-LM issues a send and the next receive as one, and waits: of
+                # interleaved stages, whose messages run in a circle, not for the send.
                 if following is not None:
                     self._ask(following)
-                self.wait(message)
+                if run.vp == 1:
+                    self.wait(message)
             if self.library.overlaps and action is last_backward[action.stage]:
                 due.append(self._reduce(action.stage))
         if not self.library.overlaps:

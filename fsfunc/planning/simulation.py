@@ -218,6 +218,11 @@ class _RankRun:
         self.launched_at += overhead
         self.work(max(seconds, self.launched_at - self.clock), unit, phase)
 
+    def issue(self, overhead: float) -> float:
+        """Has the host launch a transfer; returns when the device comes to it."""
+        self.launched_at += overhead
+        return max(self.clock, self.launched_at)
+
     def end_span(self) -> None:
         """Ends the span of what was computed last."""
         if self._span_end > self._span_start:
@@ -274,8 +279,10 @@ def play_through(
     at max(e, c + (1 - hardware.overlap) t): what it took from the computing beside it
     is added where it is waited for. With overlap 0 a rank never does both at once.
 
-    Where the hardware gives its ``processors``, its host launches an operator each
-    ``overhead`` seconds from the start, and none is over before it is launched.
+    Where the hardware gives its ``processors``, its host launches an operator or a
+    transfer each ``overhead`` seconds from the start. No operator is over, and no
+    transfer starts, before it is launched: so a step takes at least what its rank's
+    host takes for all of them.
     Otherwise host and device are one, and the overhead is part of each cost.
 
     Raises:
@@ -383,7 +390,11 @@ class _PlanRun(Player):
         party = Party(run.plan.rank, event.part)
         n_bytes = 0 if record is None else record.bytes
         span = Span(run.plan.rank, *label, 0.0, 0.0, run.turn, float(n_bytes))
-        transfer = stream.arrive(party, kind, run.clock, duration, span)
+        # With `processors` given the host launches transfers as it does operators.
+        issued_at = run.clock
+        if self.hardware.processors:
+            issued_at = run.issue(self.hardware.overhead)
+        transfer = stream.arrive(party, kind, issued_at, duration, span)
         run.pending[event.number] = transfer
         if transfer.end is not None:
             self.record(transfer, transfer.end)
