@@ -101,9 +101,12 @@ _POWER = 0.4
 # Streaming kernels: BabelStream on A100 0.86 to 0.90 and H100 0.80 to 0.90 of the data
 # sheet.
 _STREAMING = 0.85
-# A kernel's launch through PyTorch's dispatcher and autograd: torch's own instruction
-# counts and the overhead benchmarks of CUDA graphs (2021) say 5 to 10 us.
-_LAUNCH = {"ampere": 7e-6, "hopper": 6e-6, "blackwell": 6e-6}
+# What the host takes to launch a kernel, or a transfer: through PyTorch's dispatcher
+# and autograd 5 to 10 us (torch's own instruction counts; the overhead benchmarks of
+# CUDA graphs, 2021), in a forward written in Python 24: the 1,600 kernels of a token of
+# Llama-7B took 39 ms of a host that was the bottleneck (pytorch.org, Accelerating
+# Generative AI II, 2023). A step has two kernels backward for one forward.
+_LAUNCH = 12e-6
 # Of a link's rate, nccl-tests' bus bandwidth of large rings: 230 to 250 of 300 GB/s
 # within a DGX A100, 360 of 450 within a DGX H100, 80% and more of InfiniBand's.
 _LINKS = 0.8
@@ -159,7 +162,7 @@ def _gpu(
     node: int = 8,
     host: str = "",
     power: float = 1.0,
-    uncertain: float = 0.11,
+    uncertain: float = 0.13,
 ) -> Hardware:
     """Describes a GPU by its data sheet, and by what was measured of its family.
 
@@ -195,7 +198,7 @@ def _gpu(
             name: (f * power_factor, b * power_factor) for name, (f, b) in shares
         },
         bandwidth=bandwidth * _STREAMING,
-        overhead=_LAUNCH[family],
+        overhead=_LAUNCH,
         levels=(
             Level(ranks=node, bandwidth=link * _LINKS, latency=_STEP),
             Level(ranks=0, bandwidth=network * _LINKS, latency=_HOP),

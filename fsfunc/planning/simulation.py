@@ -185,6 +185,7 @@ class _RankRun:
         clock: its time; ``compute``, ``exposed`` and ``bubble`` are where that went.
         launched_at: when the host had launched the last operator.
         pending: by number, transfers that it started and has not waited for.
+        issued_at: by number, when its host had launched its part of them.
         finished: the numbers of those that it has waited for.
         turn: the label of the microbatch that it is at.
     """
@@ -194,6 +195,7 @@ class _RankRun:
         self.clock = self.compute = self.exposed = self.bubble = 0.0
         self.launched_at = 0.0
         self.pending: dict[int, Rendezvous] = {}
+        self.issued_at: dict[int, float] = {}
         self.finished: set[int] = set()
         self.spans: list[Span] = []
         self.waits: list[Span] = []
@@ -250,9 +252,10 @@ class _RankRun:
         began, end = self.clock, transfer.end or 0.0
         self.clock = max(began + transfer.duration * (1 - overlap), end)
         # Time until the others came is a bubble, as is all the time of a message; the
-        # rest is exposed communication.
+        # rest is exposed communication, with what its own host was late by.
         others_late = end if transfer.stream.is_message else transfer.last_arrival
-        bubble = max(others_late - began, 0.0)
+        alone_until = max(began, self.issued_at.pop(number, began))
+        bubble = max(others_late - alone_until, 0.0)
         self.bubble += bubble
         self.exposed += self.clock - began - bubble
         own_span = next(s for p, s in transfer.arrived.items() if p.rank == self.rank)
@@ -396,6 +399,7 @@ class _PlanRun(Player):
             issued_at = run.issue(self.hardware.overhead)
         transfer = stream.arrive(party, kind, issued_at, duration, span)
         run.pending[event.number] = transfer
+        run.issued_at[event.number] = issued_at
         if transfer.end is not None:
             self.record(transfer, transfer.end)
 
