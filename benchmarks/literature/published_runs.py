@@ -248,7 +248,7 @@ def show(path: Path | None = None, quick: bool = False) -> list[dict[str, float 
     """Prints the tables of a file's runs, or of both known ones, and returns the rows.
 
     Args:
-        quick: plans no more than one run whose layers are shared or dealt to ranks.
+        quick: plans one of the others a source, and no pipelines.
     """
     runs = runs_of(path or CALIBRATION)
     rows = [judged(run) for run in runs]
@@ -273,9 +273,9 @@ def _show_others(ten: Sequence[Run], quick: bool) -> list[Judged]:
     """Prints the other known runs, and what each source says without its own runs."""
     more = runs_of(PARALLEL)
     if quick:
-        staged = [run for run in more if run.is_staged]
-        more = [run for run in more if not run.is_staged or run is staged[0]]
-    if not quick:
+        first = {run.source: run for run in reversed(more) if run.pp == 1}
+        more = list(first.values())
+    else:
         for run in more:  # each plan is made once, for both rates
             judged(run, STEP), judged(run)
     rows = [judged(run) for run in more]
