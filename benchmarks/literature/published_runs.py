@@ -169,16 +169,22 @@ def left_out(runs: Sequence[Run]) -> list[float]:
     ]
 
 
-def without_source(runs: Sequence[Run]) -> dict[str, list[float]]:
-    """By source, the errors of its runs by a fit of all others of their GPUs."""
-    errors: dict[str, list[float]] = {}
+def without_source(runs: Sequence[Run]) -> list[float]:
+    """The error of each run by a fit of all other sources' on its family of GPUs.
+
+    By the hardware as it is where no other source has such GPUs.
+    """
+    families = {run: judged(run).family for run in runs}
+    faster: dict[tuple[str, str], float] = {}  # by source and family, the others' fit
     for run in runs:
-        family = judged(run).family
-        others = [
-            r for r in runs if r.source != run.source and judged(r).family == family
-        ]
-        errors.setdefault(run.source, []).append(_error(run, others))
-    return errors
+        key = run.source, families[run]
+        others = [r for r in runs if families[r] == key[1] and r.source != key[0]]
+        if key not in faster:
+            faster[key] = correction(others) if others else 1.0
+    return [
+        judged(run).error + gain(run) * math.log(faster[run.source, families[run]])
+        for run in runs
+    ]
 
 
 def in_order(rows: Sequence[Judged]) -> tuple[int, int]:
@@ -295,14 +301,26 @@ def _show_others(ten: Sequence[Run], quick: bool) -> list[Judged]:
         f"by default {_size(j.error for j in unsaid):.3f}"
     )
     if not quick:
-        print("each source judged by a fit of the others:")
-        for source, errors in without_source([*ten, *more]).items():
-            bias = math.exp(mean(errors))
-            print(
-                f"  {source:20}{len(errors):4} runs: mean |log| {_size(errors):.3f}, "
-                f"ratio {bias:.2f}, most {max(map(abs, errors)):.3f}"
-            )
+        _show_without_source([*ten, *more])
     return rows
+
+
+def _show_without_source(runs: Sequence[Run]) -> None:
+    """Prints errors of runs whose source was left out: by GPU, kind and source."""
+    errors = dict(zip(runs, without_source(runs), strict=True))
+    print("each source left out of the fit:")
+    of: list[Callable[[Run], str]] = [
+        lambda r: "all", lambda r: judged(r).family, lambda r: r.kind,
+        lambda r: r.source,
+    ]  # fmt: skip
+    for key in of:
+        for name in dict.fromkeys(map(key, runs)):
+            some = [errors[run] for run in runs if key(run) == name]
+            bias, most = math.exp(mean(some)), max(map(abs, some))
+            print(
+                f"  {name:20}{len(some):4} runs: mean |log| {_size(some):.3f}, ratio "
+                f"{bias:.2f}, most {most:.3f}"
+            )
 
 
 def _size(errors: Iterable[float]) -> float:

@@ -136,6 +136,8 @@ def test_each_boundary_of_stages_is_crossed_twice_a_microbatch(pr, shared):
         sent = records(pr.plan_of(run), "pipe")
         assert len(sent) == 2 * run.microbatches * (pp * vp - 1)
         assert {record.bytes for record in sent} == {2 * 4 * 2048 * 1024}
+    halves = records(pr.plan_of(shared(pp=2, tp=2)), "pipe")  # one of each rank
+    assert {record.bytes for record in halves} == {4 * 2048 * 1024}
 
 
 def test_layers_sum_as_megatron_does(pr, shared):
