@@ -110,20 +110,57 @@ def _judged(run: Run, faster: float, attention: str | None) -> Judged:
     if faster != 1:
         share = min(1.0, machine.efficiency[0][1] * faster)
         machine = replace(machine, efficiency=((1.0, share),))
-    found = estimate(_planned(run), machine, tokens=run.tokens, attention=attention)
+    found = _estimated(run, machine, attention)
     rough = run.tokens / run.gpus / (found.rule_of_thumb or math.nan)
     # What each stream does fills the memory, and is not looked at.
     found = dataclasses.replace(found, spans=[], waits=[])
     return Judged(run, machine.name.partition("-")[0], found, rough)
 
 
+def _estimated(run: Run, machine: Hardware, attention: str | None) -> Estimate:
+    """The estimate of a run's step.
+
+    Of a pipeline of P stages it is that of 2P microbatches, and of as many more as
+    there are, each of which takes what the last P took: from P on a schedule repeats.
+    """
+    few, more = run.pp, 2 * run.pp
+    if run.pp == 1 or run.microbatches <= more:
+        plan, tokens = _planned(run), run.tokens
+        return estimate(plan, machine, tokens=tokens, attention=attention)
+    found = []
+    for count in (few, more):
+        part = dataclasses.replace(run, microbatches=count)
+        plan = _planned(part)
+        found.append(estimate(plan, machine, tokens=part.tokens, attention=attention))
+    first, last = found
+    times = (run.microbatches - more) / (more - few)
+
+    def whole(of: Callable[[Estimate], float]) -> float:
+        return of(last) + times * (of(last) - of(first))
+
+    seconds = whole(lambda e: e.seconds)
+    return dataclasses.replace(
+        last,
+        seconds=seconds,
+        compute=whole(lambda e: e.compute),
+        exposed=whole(lambda e: e.exposed),
+        bubble=whole(lambda e: e.bubble),
+        flops_per_second=whole(lambda e: e.flops_per_second * e.seconds) / seconds,
+        share_of_peak=whole(lambda e: e.share_of_peak * e.seconds) / seconds,
+        mfu=whole(lambda e: e.mfu * e.seconds) / seconds,
+        tokens_per_second=run.tokens / seconds,
+        rule_of_thumb=whole(lambda e: e.rule_of_thumb or math.nan),
+    )
+
+
 _LAST: dict[Run, Plan] = {}
 
 
 def _planned(run: Run) -> Plan:
-    """The run's plan: the last one is kept, as some have a million events."""
+    """The run's plan: the last two are kept, as some have 100,000 events."""
     if run not in _LAST:
-        _LAST.clear()
+        if len(_LAST) > 1:
+            del _LAST[next(iter(_LAST))]
         _LAST[run] = plan_of(run)
     return _LAST[run]
 
