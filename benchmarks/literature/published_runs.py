@@ -300,7 +300,7 @@ def show(path: Path | None = None, quick: bool = False) -> list[dict[str, float 
     if path is None:
         found = [abs(x) for x in left_out(runs)]
         print(f"leaving one out: mean |log| {mean(found):.3f}, most {max(found):.3f}")
-        rows += _show_others(runs, quick)
+        rows += _show_others(rows, quick)
     return [
         {
             "model": j.run.model, "hardware": j.run.hardware, "kind": j.run.kind,
@@ -312,8 +312,8 @@ def show(path: Path | None = None, quick: bool = False) -> list[dict[str, float 
     ]  # fmt: skip
 
 
-def _show_others(ten: Sequence[Run], quick: bool) -> list[Judged]:
-    """Prints the other known runs, and what each source says without its own runs."""
+def _show_others(ten: Sequence[Judged], quick: bool) -> list[Judged]:
+    """Prints the other known runs, the errors of all, and of each source left out."""
     more = runs_of(PARALLEL)
     if quick:
         first = {run.source: run for run in reversed(more) if run.pp == 1}
@@ -324,21 +324,21 @@ def _show_others(ten: Sequence[Run], quick: bool) -> list[Judged]:
     rows = [judged(run) for run in more]
     print()
     table(rows)
-    summarise(rows)
-    for part in dict.fromkeys(run.part for run in more):
-        some = [j for j in rows if j.run.part == part]
+    both, runs = [*ten, *rows], [*(j.run for j in ten), *more]
+    summarise(both)
+    for part in dict.fromkeys(run.part for run in runs):
+        some = [j for j in both if j.run.part == part]
         print(
             f"{part}: {len(some)} runs, mean |log| {_size(j.error for j in some):.3f}"
         )
-    unsaid = [judged(run, attention=None) for run in more if attention_of(run)]
-    unsaid += [judged(run, attention=None) for run in ten]
+    unsaid = [judged(run, attention=None) for run in runs if attention_of(run)]
     told = [judged(j.run) for j in unsaid]
     print(
         f"attention's generation told: mean |log| {_size(j.error for j in told):.3f}, "
         f"by default {_size(j.error for j in unsaid):.3f}"
     )
     if not quick:
-        _show_without_source([*ten, *more])
+        _show_without_source(runs)
     return rows
 
 
