@@ -209,7 +209,7 @@ _COMPOSED = {
     _aten._softmax_backward_data, _aten._log_softmax, _aten.constant_pad_nd,
     _aten._log_softmax_backward_data, _aten.slice_backward, _aten.fill, _aten.full,
     _aten.zeros, _aten.ones, _aten.zeros_like, _aten.ones_like, _aten.full_like,
-    _aten.stack, _aten.arange,
+    _aten.stack, _aten.arange, torch.ops.prims.iota,
 }  # fmt: skip
 
 
