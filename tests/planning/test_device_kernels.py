@@ -203,7 +203,8 @@ def test_positions_are_one_kernel_however_they_are_counted_and_stacked():
     ops = [e.op for e in ops if (e.unit, e.phase) == ("rotated", "forward")]
     assert [op.name for op in ops] == ["fused"]
     n = 4 * 32 * 32
-    assert 2 * n <= ops[0].bytes < 2.5 * n  # what comes, what goes; cosines and sines
+    # What goes, and of what comes the larger half: views of one storage count once.
+    assert 1.5 * n <= ops[0].bytes < 2.5 * n
 
 
 def test_units_are_kernels_of_their_own():
