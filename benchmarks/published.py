@@ -2,9 +2,12 @@
 
     python benchmarks/published.py [--quick] [--json PATH] [--runs PATH] [--fit]
 
-First the ten runs of `published_training.csv`, of which plans are written by closed
-forms, beside the rule of thumb (6ND); to these one number for each family of GPUs was
-fitted, which `--fit` prints. `--runs PATH` judges the rows of another file instead.
+First the ten runs of `published_training.csv` under FSDP and the 44 of
+`published_parallel.csv`, with tensor parallelism, pipelines, small models and compiled
+blocks, of which plans are written by closed forms, beside the rule of thumb (6ND); the
+errors by GPU, kind, scheme and source; and each source judged by a fit of the others.
+One number for each family of GPUs is fitted, which `--fit` prints. `--runs PATH` judges
+the rows of another file instead.
 
 Then the memory that torchtitan reported of Llama 3.1 8B on 8 and 128 H100; which of 62
 runs that were published of 80 GB cards are judged to fit; and three claims, to all of
@@ -294,11 +297,11 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--quick", action="store_true", help="models of two layers")
     parser.add_argument("--json", type=Path, help="where to write the rows")
     parser.add_argument("--runs", type=Path, help="a CSV of runs to judge instead")
-    parser.add_argument("--fit", action="store_true", help="fit the ten, and end")
+    parser.add_argument("--fit", action="store_true", help="fit, and end")
     given = parser.parse_args(arguments)
     if given.fit:
         return published_runs.show_fit()
-    runs = published_runs.show(given.runs)
+    runs = published_runs.show(given.runs, given.quick)
     if given.runs is not None:
         if given.json is not None:
             given.json.write_text(json.dumps({"runs": runs}, indent=1) + "\n")

@@ -48,7 +48,7 @@ def op_seconds(op: Op, hardware: Hardware, attention: str | None = None) -> floa
     >>> from fsfunc.planning.hardware import A100_40
     >>> mm = Op("aten.mm", 2 * 4096**3, 6 * 4096**2, torch.bfloat16, (1, *[4096] * 3))
     >>> f"{op_seconds(mm, A100_40) * 1e6:.0f} us"
-    '629 us'
+    '638 us'
     """
     store_rate = _store_rate(op, hardware)
     rate = store_rate or hardware.rates.get(op.name, hardware.bandwidth)

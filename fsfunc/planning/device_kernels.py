@@ -209,6 +209,7 @@ _COMPOSED = {
     _aten._softmax_backward_data, _aten._log_softmax, _aten.constant_pad_nd,
     _aten._log_softmax_backward_data, _aten.slice_backward, _aten.fill, _aten.full,
     _aten.zeros, _aten.ones, _aten.zeros_like, _aten.ones_like, _aten.full_like,
+    _aten.stack, _aten.arange,
 }  # fmt: skip
 
 
@@ -220,7 +221,9 @@ def fuses(func: _torch.OpOverload, op: Op) -> bool:
 @functools.cache
 def _is_composed(func: _torch.OpOverload) -> bool:
     tags = {torch.Tag.pointwise, torch.Tag.reduction}
-    is_named = func.overloadpacket in _COMPOSED or "rms_norm" in str(func)
+    name = str(func)  # prims.iota is what the compiler makes of arange
+    is_named = func.overloadpacket in _COMPOSED
+    is_named = is_named or "rms_norm" in name or name.startswith("prims.iota")
     return is_named or bool(tags.intersection(func.tags))
 
 

@@ -149,6 +149,10 @@ def estimate(
     from the computing beside it; it is counted among ``exposed`` where the transfer is
     waited for (``planning.simulation.play_through`` has the equation).
 
+    Where the hardware gives its ``processors``, its host launches operators and
+    transfers, ``hardware.overhead`` seconds each, ahead of the device: a step of many
+    small ones takes what the host takes.
+
     Over n nodes the whole takes 1 + ``hardware.straggling`` · log2(n) times that, as
     a step waits for the slowest of them. The band adds up what no part explains
     (``hardware.uncertain``) and, for each kind of work, its share of the time, times
@@ -157,7 +161,8 @@ def estimate(
     Copies between the device and a store beside it take the store's rates
     (``hardware.stores``), and nothing overlaps with them.
 
-    Not modelled: streams that share a link, and the allocator when memory runs out.
+    Not modelled: streams that share a link, the allocator when memory runs out, and
+    hosts that wait for the device, as where a message's shape is read before it comes.
 
     Args:
         plan: what ``ff.plan`` returned for the step.
@@ -179,7 +184,7 @@ def estimate(
 
     Cost: some microseconds an event of the plan; nothing runs.
 
-    >>> import torch, fsfunc as ff
+    >>> import math, torch, fsfunc as ff
     >>> from fsfunc.planning.planner import plan
     >>> from fsfunc.planning.hardware import A100_40
     >>> layer = ff.unit(lambda p, x: torch.tanh(x @ p))
@@ -188,8 +193,8 @@ def estimate(
     >>> def main():
     ...     return plan(loss, torch.zeros(4096, 4096), torch.zeros(4096, 4096))
     >>> step = estimate(ff.spmd(main, mesh)()[0], A100_40)
-    >>> step.seconds == step.compute + step.exposed and step.bubble == 0
-    True
+    >>> math.isclose(step.seconds, step.compute + step.exposed), step.bubble
+    (True, 0.0)
     """
     if not isinstance(plan, Plan) or not isinstance(hardware, Hardware):
         raise TypeError(
@@ -275,10 +280,10 @@ _RECOMPUTED = 1 / 5
 
 
 # How far rates are uncertain, as natural logarithms. Operators bound by memory: whether
-# chains are fused and which kernels there are. Transfers that are waited for: the
-# network and what else is on it. Memory beside the device: the host's threads, its
+# chains are fused and which kernels there are. Transfers and ranks that are waited for:
+# the network and what else is on it. Memory beside the device: the host's threads, its
 # switches and the disk.
-_FUSED, _WIRE, _HOST = 0.35, 0.4, 0.5
+_FUSED, _WIRE, _HOST = 0.25, 0.25, 0.5
 _LEAST = 0.005  # reasons that move the time by less are not listed
 
 
@@ -314,6 +319,7 @@ def _band(
     )
     uncertainty["memory beside the device"] = _HOST * seconds_by_kind["host"] / total
     uncertainty["transfers"] = _WIRE * times.exposed / total
+    uncertainty["bubbles"] = _WIRE * (times.bubble + times.idle) / total
     rows = [row for row in uncertainty.items() if row[1] >= _LEAST]
     return tuple(sorted(rows, key=lambda row: -row[1]))
 

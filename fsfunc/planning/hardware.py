@@ -86,22 +86,27 @@ def _plain(name: str) -> str:
     return "".join(c for c in name.casefold() if c.isalnum()).removesuffix("gb")
 
 
-# What an estimate knows of GPUs. Fitted, on the runs of
-# benchmarks/literature/published_training.csv (`python benchmarks/published.py --fit`):
-# the share of the peak that large products reach, one for each family, which is what a
-# card under load keeps of its clock. The others were fitted to nothing: they are taken
-# over from the literature that is named, and none was measured again on a card here.
+# What an estimate knows of GPUs. Fitted, on the runs of benchmarks/literature/
+# published_training.csv and published_parallel.csv whose part is "fit" (`python
+# benchmarks/published.py --fit`): the share of the peak that large products reach, one
+# for each family, which is what a card under load keeps of its clock. The others are
+# taken over from the literature that is named; where it gives a range, the value in it
+# at which runs that send much err like those that send little. None was measured again
+# on a card here.
 
-_PRODUCTS = {"ampere": 0.756, "hopper": 0.559, "blackwell": 0.559}
+_PRODUCTS = {"ampere": 0.745, "hopper": 0.63, "blackwell": 0.63}
 # Products lose the power that a limit takes, by about its 0.4th root: the clock falls
 # with the cube root of power (P ~ f V^2), and memory's part is kept.
 _POWER = 0.4
 # Streaming kernels: BabelStream on A100 0.86 to 0.90 and H100 0.80 to 0.90 of the data
-# sheet; PyTorch's with broadcasts and reductions less.
-_STREAMING = 0.75
-# A kernel's launch through PyTorch's dispatcher and autograd: torch's own instruction
-# counts and the overhead benchmarks of CUDA graphs (2021) say 5 to 10 us.
-_LAUNCH = {"ampere": 7e-6, "hopper": 6e-6, "blackwell": 6e-6}
+# sheet.
+_STREAMING = 0.85
+# What the host takes to launch a kernel, or a transfer: through PyTorch's dispatcher
+# and autograd 5 to 10 us (torch's own instruction counts; the overhead benchmarks of
+# CUDA graphs, 2021), in a forward written in Python 24: the 1,600 kernels of a token of
+# Llama-7B took 39 ms of a host that was the bottleneck (pytorch.org, Accelerating
+# Generative AI II, 2023). A step has two kernels backward for one forward.
+_LAUNCH = 12e-6
 # Of a link's rate, nccl-tests' bus bandwidth of large rings: 230 to 250 of 300 GB/s
 # within a DGX A100, 360 of 450 within a DGX H100, 80% and more of InfiniBand's.
 _LINKS = 0.8
@@ -109,19 +114,23 @@ _LINKS = 0.8
 _STEP, _HOP = 3.4e-6, 14e-6
 # Share of computing's time that a transfer beside it takes: NCCL's channels hold 16
 # to 24 of 108 to 132 processors, and take from the memory's rate (Rashidi et al. 2021).
-_TAKES = 0.3
-# A step waits for its slowest rank: what the slowest of 2^n nodes is late by.
-_STRAGGLING = 0.01
+# Beside transfers FSDP's computing is slower by 19 % in the mean, up to 40 % where they
+# go on all the time (Lee et al. 2025, arXiv 2507.03114, on four A100 and H100).
+_TAKES = 0.4
+# A step waits for its slowest rank: what each doubling of the nodes delays it by.
+# NVIDIA's H100 runs of 15B, 70B, 175B and 340B on 16 to 2,048 GPUs took 0.4, 0.3, 0.5
+# and 1.2 % more for each doubling (dgxc-benchmarking, 24.11), transfers included.
+_STRAGGLING = 0.005
 # (forward, backward): Dao (2023), FlashAttention-2, fig. 5 to 7, causal, heads of 128,
-# at 16,384; FlashAttention-1 there and on the H100; Shah et al. (2024), FlashAttention
-# 3, fig. 5 and 6.
+# at 16,384; FlashAttention-1 there (the introduction says 0.30 to 0.50 forward, 0.25 to
+# 0.35 backward) and on the H100; Shah et al. (2024), FlashAttention-3, fig. 5 and 6.
 _ATTENTION: dict[str, dict[str, tuple[float, float]]] = {
-    "ampere": {"fa2": (0.62, 0.53), "fa1": (0.45, 0.38)},
+    "ampere": {"fa2": (0.62, 0.53), "fa1": (0.45, 0.32)},
     "hopper": {"fa2": (0.37, 0.31), "fa3": (0.60, 0.48), "fa1": (0.20, 0.17)},
 }
 _ATTENTION["blackwell"] = {"fa3": (0.30, 0.24), "fa2": (0.17, 0.14)}
 # 6ND: the geometric mean of the same published runs.
-_UTILISATION = {"ampere": 0.50, "hopper": 0.363, "blackwell": 0.363}
+_UTILISATION = {"ampere": 0.48, "hopper": 0.378, "blackwell": 0.378}
 # (copies, computing, bytes) of the host's memory: bytes/s a GPU when all of a node do
 # so at once. PCIe 4.0 and 5.0 with 16 lanes, 32 and 64 GB/s, of which pinned copies
 # reach _LINKS; two GPUs share a switch's lanes to the host (NVIDIA's guides of the DGX
@@ -165,7 +174,7 @@ def _gpu(
     node: int = 8,
     host: str = "",
     power: float = 1.0,
-    uncertain: float = 0.11,
+    uncertain: float = 0.13,
 ) -> Hardware:
     """Describes a GPU by its data sheet, and by what was measured of its family.
 
@@ -201,7 +210,7 @@ def _gpu(
             name: (f * power_factor, b * power_factor) for name, (f, b) in shares
         },
         bandwidth=bandwidth * _STREAMING,
-        overhead=_LAUNCH[family],
+        overhead=_LAUNCH,
         levels=(
             Level(ranks=node, bandwidth=link * _LINKS, latency=_STEP),
             Level(ranks=0, bandwidth=network * _LINKS, latency=_HOP),

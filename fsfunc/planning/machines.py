@@ -77,7 +77,8 @@ class Hardware:
             at infinite length and heads of 128, the likeliest generation first.
         bandwidth: bytes/s of memory, read and written, that operators reach.
         overhead: the seconds that an operator costs beside its work; if ``processors``
-            are given, the seconds in which the host launches it, ahead of the device.
+            are given, those in which the host launches it, or a transfer, ahead of the
+            device.
         levels: those of the network, the innermost first; () if it sends nothing.
         memory: the bytes that a rank has for tensors.
         margin: the share of ``memory`` that a plan is to leave free to be judged to

@@ -185,6 +185,7 @@ class _RankRun:
         clock: its time; ``compute``, ``exposed`` and ``bubble`` are where that went.
         launched_at: when the host had launched the last operator.
         pending: by number, transfers that it started and has not waited for.
+        issued_at: by number, when its host had launched its part of them.
         finished: the numbers of those that it has waited for.
         turn: the label of the microbatch that it is at.
     """
@@ -194,6 +195,7 @@ class _RankRun:
         self.clock = self.compute = self.exposed = self.bubble = 0.0
         self.launched_at = 0.0
         self.pending: dict[int, Rendezvous] = {}
+        self.issued_at: dict[int, float] = {}
         self.finished: set[int] = set()
         self.spans: list[Span] = []
         self.waits: list[Span] = []
@@ -217,6 +219,11 @@ class _RankRun:
         """Computes what the host launches ahead, but not before it is launched."""
         self.launched_at += overhead
         self.work(max(seconds, self.launched_at - self.clock), unit, phase)
+
+    def issue(self, overhead: float) -> float:
+        """Has the host launch a transfer; returns when the device comes to it."""
+        self.launched_at += overhead
+        return max(self.clock, self.launched_at)
 
     def end_span(self) -> None:
         """Ends the span of what was computed last."""
@@ -245,9 +252,10 @@ class _RankRun:
         began, end = self.clock, transfer.end or 0.0
         self.clock = max(began + transfer.duration * (1 - overlap), end)
         # Time until the others came is a bubble, as is all the time of a message; the
-        # rest is exposed communication.
+        # rest is exposed communication, with what its own host was late by.
         others_late = end if transfer.stream.is_message else transfer.last_arrival
-        bubble = max(others_late - began, 0.0)
+        alone_until = max(began, self.issued_at.pop(number, began))
+        bubble = max(others_late - alone_until, 0.0)
         self.bubble += bubble
         self.exposed += self.clock - began - bubble
         own_span = next(s for p, s in transfer.arrived.items() if p.rank == self.rank)
@@ -274,8 +282,10 @@ def play_through(
     at max(e, c + (1 - hardware.overlap) t): what it took from the computing beside it
     is added where it is waited for. With overlap 0 a rank never does both at once.
 
-    Where the hardware gives its ``processors``, its host launches an operator each
-    ``overhead`` seconds from the start, and none is over before it is launched.
+    Where the hardware gives its ``processors``, its host launches an operator or a
+    transfer each ``overhead`` seconds from the start. No operator is over, and no
+    transfer starts, before it is launched: so a step takes at least what its rank's
+    host takes for all of them.
     Otherwise host and device are one, and the overhead is part of each cost.
 
     Raises:
@@ -383,8 +393,13 @@ class _PlanRun(Player):
         party = Party(run.plan.rank, event.part)
         n_bytes = 0 if record is None else record.bytes
         span = Span(run.plan.rank, *label, 0.0, 0.0, run.turn, float(n_bytes))
-        transfer = stream.arrive(party, kind, run.clock, duration, span)
+        # With `processors` given the host launches transfers as it does operators.
+        issued_at = run.clock
+        if self.hardware.processors:
+            issued_at = run.issue(self.hardware.overhead)
+        transfer = stream.arrive(party, kind, issued_at, duration, span)
         run.pending[event.number] = transfer
+        run.issued_at[event.number] = issued_at
         if transfer.end is not None:
             self.record(transfer, transfer.end)
 

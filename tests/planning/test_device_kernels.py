@@ -186,6 +186,27 @@ def test_a_chain_reads_what_comes_and_writes_what_is_read_elsewhere():
     assert sizes(ff.plan(ff.jit(grad, only="other"), *args)) == sizes(eager)
 
 
+@ff.unit
+def rotated(p, x):
+    """Rotary positions, counted and stacked anew, between two products."""
+    a, b = (x @ p).unflatten(-1, (-1, 2)).unbind(-1)
+    angle = torch.arange(len(x))[:, None] * 0.1
+    cos, sin = angle.cos(), angle.sin()
+    return torch.stack((a * cos - b * sin, a * sin + b * cos), -1).flatten(-2) @ p
+
+
+def test_positions_are_one_kernel_however_they_are_counted_and_stacked():
+    grad = ff.value_and_grad(lambda p, x: rotated(p, x).sum())
+    args = (torch.zeros(32, 32), torch.zeros(32, 32))
+    events = ff.plan(ff.jit(grad), *args)[0].events
+    ops = [e for e in events if isinstance(e, Ran) and not e.op.flops]
+    ops = [e.op for e in ops if (e.unit, e.phase) == ("rotated", "forward")]
+    assert [op.name for op in ops] == ["fused"]
+    n = 4 * 32 * 32
+    # What goes, and of what comes the larger half: views of one storage count once.
+    assert 1.5 * n <= ops[0].bytes < 2.5 * n
+
+
 def test_units_are_kernels_of_their_own():
     unit = ff.unit(lambda p, x: torch.tanh(x * p) + 1)
     two = ff.jit(ff.value_and_grad(lambda p, x: unit(p, unit(p, x)).sum()))

@@ -319,3 +319,14 @@ test_plans_that_cannot_be_are_refused = all_refused([
     (lambda: run(ran(1), tokens=0), ValueError, "tokens of one step"),
     (lambda: run(ran(1), tokens=float("nan")), ValueError, "tokens of one .*"),
 ])  # fmt: skip
+
+
+def test_a_host_launches_transfers_as_it_does_operators():
+    """The second of 3 s is launched after 4, and waits for the first: 2 + 3 + 3."""
+    two = [started(0, 3), started(1, 3), Waited(0), Waited(1)]
+    machine = replace(CLOCK, processors=1, overhead=2.0)
+    found = run(*two, hardware=machine)
+    assert found.seconds == found.exposed == 8 and not found.bubble
+    assert run(*two, hardware=replace(machine, overhead=0.0)).seconds == 6
+    empty = [event for n in range(5) for event in (started(n, 0), Waited(n))]
+    assert run(*empty, hardware=machine).seconds == 10  # what the host takes
