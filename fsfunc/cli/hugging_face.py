@@ -7,8 +7,12 @@ otherwise. The model has no data, so a plan of any size needs no download.
 from __future__ import annotations
 
 import argparse
+import inspect
 import json
-from collections.abc import Callable, Sequence
+import math
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,8 +20,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from fsfunc.cli.build_scripts import Refused
-from fsfunc.cli.model_axes import MODEL, ModelAxes, add_axis_options, assign_axes
+from fsfunc.cli.build_scripts import FSFUNC, Refused
+from fsfunc.cli.model_axes import (
+    MODEL,
+    WORDS,
+    ModelAxes,
+    add_axis_options,
+    assign_axes,
+)
 from fsfunc.cli.model_tasks import (
     LONGEST_SEQUENCE,
     TASKS,
@@ -106,7 +116,7 @@ class HuggingFaceStep:
         """
         if not self.task.counts_tokens:
             return None
-        ranks = mesh.axis_size(self.axes(mesh).batch)
+        ranks = self._batch_ranks(mesh)
         return ranks * self.sequences(mesh) * self.length
 
     def sequences(self, mesh: Mesh) -> int:
@@ -135,7 +145,12 @@ class HuggingFaceStep:
         if not any(getattr(config, name, None) for name in _EXPERT_COUNTS):
             return 0
         used_experts = getattr(config, "num_experts_per_tok", None)
-        modules = [m for m in self.module.modules() if are_experts(m)]
+        # transformers marks its own stacks of experts, whatever their forward takes.
+        modules = [
+            m
+            for m in self.module.modules()
+            if are_experts(m) or hasattr(m, "_is_expert_parallel")
+        ]
         # The first dim of each of these parameters is that of the experts.
         params = [p for m in modules for p in m.parameters()]
         if used_experts is None or not params:
@@ -152,6 +167,11 @@ class HuggingFaceStep:
             "loss": describe_loss(self.task, self.config),
             "axes": axes.describe(mesh),
         }
+        if axes.tensor:
+            # Of a path such as model.layers.0.mlp.up_proj.weight the layer's own name.
+            paths = self._model(axes).layouts or {}
+            split = dict.fromkeys(str(path).split(".")[-2] for path in paths)
+            lines["split"] = f"{', '.join(split)}; all else is whole"
         if axes.stages:
             lines["stages"] = (
                 f"{self.options.schedule}, {self.microbatches(mesh)} microbatches, cut "
@@ -190,6 +210,25 @@ class HuggingFaceStep:
         init = lambda: model.params  # noqa: E731
         return donate(step), init, model.optimizer, batch, model.layouts
 
+    @contextmanager
+    def refusing_errors(self) -> Iterator[None]:
+        """Turns errors of transformers' own code into Refused; others pass."""
+        try:
+            yield
+        except Refused:
+            raise
+        except Exception as error:
+            frame = traceback.extract_tb(error.__traceback__)[-1]
+            file = Path(frame.filename)
+            if file.is_relative_to(FSFUNC):
+                raise
+            said = str(error).strip().partition("\n")[0]
+            raise Refused(
+                f"{self.path}: a {type(self.module).__name__} does not run so. At "
+                f"{'/'.join(file.parts[-2:])}:{frame.lineno}: {type(error).__name__}: "
+                f"{said}"
+            ) from error
+
     def search(self, mesh: Mesh | int, hardware: Hardware) -> Search:
         """Finds the best stacks of transforms on a mesh, or on any of so many ranks.
 
@@ -197,14 +236,14 @@ class HuggingFaceStep:
         the batch is the one of a mesh that cuts the batch alone.
         """
         is_any_mesh = isinstance(mesh, int)
-        if not is_any_mesh and self.axes(mesh) != (axes := _usual_axes(mesh)):
+        renamed = [w for w in WORDS if getattr(self.options, w.option) is not None]
+        if renamed:
             raise Refused(
-                f"--search knows axes by their usual names: name those of "
-                f"{dict(mesh.axes)} {', '.join(filter(None, [*axes.batch, *axes[2:]]))}"
-                " or as --mesh NUMBER does, by none"
+                f"--search knows axes by their usual names, {renamed[0].name} and not "
+                f"--{renamed[0].option}: leave that out"
             )
         model = self._splittable_model(mesh)
-        ranks = mesh if is_any_mesh else mesh.axis_size(self.axes(mesh).batch)
+        ranks = mesh if is_any_mesh else self._batch_ranks(mesh)
         sequences = self.options.sequences or 1
         try:
             return search(
@@ -230,6 +269,10 @@ class HuggingFaceStep:
             return self._model(ModelAxes(tensor=MODEL))
         except Refused:
             return self._model(ModelAxes())
+
+    def _batch_ranks(self, mesh: Mesh) -> int:
+        """Returns how many ranks have a batch of their own."""
+        return math.prod(mesh.axes[name] for name in self.axes(mesh).batch)
 
     def _batch(self, sequences: int) -> PyTree:
         return self.task.batch(self.config, sequences, self.length)
@@ -289,18 +332,11 @@ class HuggingFaceStep:
         Raises:
             Refused: it has neither.
         """
-        names = {name for name, _ in self.module.named_modules()}
         planned = getattr(self.module, "_pp_plan", None) or {}
-        stages = [name for name in planned if name in names]
+        stages = [name for name, _ in self.module.named_modules() if name in planned]
         if not stages:
-            classes = self.module._no_split_modules or ()
-            stages = [
-                name
-                for name, m in self.module.named_modules()
-                if isinstance(m, nn.ModuleList)
-                and len(m) > 1
-                and all(type(layer).__name__ in classes for layer in m)
-            ]
+            classes = self._layer_classes()
+            stages = [name for name, cls in self._lists() if cls in classes]
         if not stages:
             raise Refused(
                 f"{self.path}: a {type(self.module).__name__} has no pipeline plan "
@@ -309,11 +345,35 @@ class HuggingFaceStep:
             )
         return stages
 
+    def _lists(self) -> list[tuple[str, str]]:
+        """Returns the lists of several modules of one class, and that class's name."""
+        lists = (
+            (name, {type(layer).__name__ for layer in m})
+            for name, m in self.module.named_modules()
+            if isinstance(m, nn.ModuleList) and len(m) > 1
+        )
+        return [(name, classes.pop()) for name, classes in lists if len(classes) == 1]
+
+    def _layer_classes(self) -> set[str]:
+        """Returns the names of the classes of layers.
+
+        They are those between which transformers itself cuts a model for devices; of a
+        model that says none, those in its lists.
+        """
+        classes = set(self.module._no_split_modules or ())
+        return classes or {cls for _, cls in self._lists()}
+
     def _model(self, axes: ModelAxes) -> _Model:
         """Makes the model, its layers split over an axis if there is one for that."""
         model: Any = self.module
-        # Where transformers itself cuts a model between devices: its layers.
-        unit_classes = set(model._no_split_modules or ())
+        unit_classes = self._layer_classes()
+        if axes.tensor and not self._text_config().base_model_tp_plan:
+            raise Refused(
+                f"{self.path}: a {type(model).__name__} has no tensor parallel plan of "
+                f"its layers (base_model_tp_plan) to split them over {axes.tensor}: "
+                "leave that axis out, or give it to the data; or write a plan, in a "
+                "SCRIPT with build(mesh) (ff.from_module(plan=))"
+            )
         split = {"plan": "auto", "axis": axes.tensor} if axes.tensor else {}
         try:
             apply, params, buffers = from_module(
@@ -322,7 +382,8 @@ class HuggingFaceStep:
         except (TypeError, ValueError) as error:
             over = f", over {axes.tensor}" if axes.tensor else ""
             raise Refused(f"{self.path}{over}: {error}") from None
-        use_cache = {"use_cache": False} if hasattr(self.config, "use_cache") else {}
+        takes = inspect.signature(type(model).forward).parameters
+        use_cache = {"use_cache": False} if "use_cache" in takes else {}
 
         def loss_fn(params: PyTree, batch: PyTree) -> Tensor:
             return apply(params, buffers, **arguments(batch), **use_cache).loss
@@ -335,11 +396,6 @@ _EXPERT_COUNTS = (
     "num_experts_per_tok", "num_experts", "num_local_experts", "n_routed_experts",
     "moe_num_experts",
 )  # fmt: skip
-
-
-def _usual_axes(mesh: Mesh) -> ModelAxes:
-    """Returns what axes do by their names alone."""
-    return assign_axes(mesh, _parse_options([]))
 
 
 def _parse_options(passed: Sequence[str]) -> argparse.Namespace:

@@ -193,10 +193,18 @@ def _classes(config: Any, task: Task) -> Sequence[str]:
 
 
 def complete_config(config: Any, task: Task) -> None:
-    """Sets in a config what a classifier's forward would set while it runs."""
+    """Sets in a config what a run needs, and no plan depends on.
+
+    A classifier's forward would set its kind of labels while it runs; targets begin
+    with a token, whichever it is.
+    """
     if task.word in _LABELLED and config.problem_type is None:
         is_one = config.num_labels == 1
         config.problem_type = "regression" if is_one else "single_label_classification"
+    if config.is_encoder_decoder:
+        for name in ("pad_token_id", "decoder_start_token_id"):
+            if getattr(config, name, None) is None:
+                setattr(config, name, 0)
 
 
 def arguments(batch: PyTree) -> dict[str, Tensor]:

@@ -10,7 +10,7 @@ import argparse
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -164,9 +164,11 @@ def _run_plan(options: argparse.Namespace) -> None:
                 _run_search(build, mesh, machine, attention)
                 continue
             device = "cpu" if machine is None else machine.device
-            (plan, step), times = plan_build(build, mesh, script, device), None
-            tokens, model = options.tokens, None
-            if isinstance(build, HuggingFaceStep):
+            is_model = isinstance(build, HuggingFaceStep)
+            with build.refusing_errors() if is_model else nullcontext():
+                plan, step = plan_build(build, mesh, script, device)
+            times, tokens, model = None, options.tokens, None
+            if is_model:
                 tokens = build.tokens(mesh) if tokens is None else tokens
                 model = describe_model(build, mesh)
             if machine is not None:
