@@ -176,8 +176,17 @@ def qwen3(**options):
     return Qwen3ForCausalLM(Qwen3Config(**sizes | {"head_dim": 4} | options)).double()
 
 
+def gemma(**options):
+    """Llama whose embedding is a subclass that scales its rows."""
+    from transformers import Gemma2Config, Gemma2ForCausalLM
+
+    sizes = SIZES | {"head_dim": 4, "tie_word_embeddings": False}
+    return Gemma2ForCausalLM(Gemma2Config(**sizes | options)).double()
+
+
 MODELS = {
     "llama": (llama, {}, PLAN),
+    "gemma": (gemma, {}, PLAN),
     "biases": (llama, {"attention_bias": True, "mlp_bias": True}, PLAN),
     "tied": (llama, {"tie_word_embeddings": True}, PLAN),
     "qwen3": (qwen3, {}, PLAN | {"model.layers.*.self_attn.[qk]_norm": "whole"}),
