@@ -90,6 +90,7 @@ class HuggingFaceStep:
         self.config: Any = _load_config(self.path)
         self.task: Task = find_task(self.config, self.options.task, self.path)
         complete_config(self.config, self.task)
+        self._models: dict[str | None, _Model] = {}  # by the axis that splits layers
         positions = self._positions()
         self.length: int = self.options.length or min(
             positions or LONGEST_SEQUENCE, LONGEST_SEQUENCE
@@ -364,7 +365,12 @@ class HuggingFaceStep:
         return classes or {cls for _, cls in self._lists()}
 
     def _model(self, axes: ModelAxes) -> _Model:
-        """Makes the model, its layers split over an axis if there is one for that."""
+        """Returns the model, its layers split over an axis if there is one for that."""
+        if axes.tensor not in self._models:
+            self._models[axes.tensor] = self._make_model(axes)
+        return self._models[axes.tensor]
+
+    def _make_model(self, axes: ModelAxes) -> _Model:
         model: Any = self.module
         unit_classes = self._layer_classes()
         if axes.tensor and not self._text_config().base_model_tp_plan:
