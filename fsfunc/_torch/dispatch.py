@@ -132,7 +132,7 @@ CPU_ATTENTION: OpOverloadPacket = (
 CPU_ATTENTION_BACKWARD: OpOverloadPacket = (
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 )
-# CUDA's attention with masks, or of heads of unlike sizes. Fake tensors run it anywhere.
+# CUDA's attention with masks or of heads of unlike sizes: fake tensors run it anywhere
 EFFICIENT_ATTENTION: OpOverloadPacket = (
     torch.ops.aten._scaled_dot_product_efficient_attention
 )
