@@ -56,7 +56,7 @@ NO_PLAN = r"no tensor parallel plan of its layers .base_model_tp_plan."
 # What a row says: the config; what it is trained for; the attention that a GPU runs for
 # it; why its layers are not split, and why it has no stages, if that is refused.
 FLASH, EFFICIENT, EAGER = ("flash",), ("efficient",), ()
-BOTH = ("efficient", "flash")
+
 TABLE = {
     "llama": (ROTARY, "causal-lm", FLASH, None, None),
     "qwen2": (ROTARY, "causal-lm", FLASH, None, None),
@@ -98,7 +98,7 @@ TABLE = {
     "bert": (SMALL, "masked-lm", FLASH, NO_PLAN, None),
     "roberta": (SMALL | {"pad_token_id": 1}, "masked-lm", FLASH, NO_PLAN, None),
     "modernbert": (
-        SMALL | {"pad_token_id": 0}, "masked-lm", BOTH, NO_PLAN, None,
+        SMALL | {"pad_token_id": 0}, "masked-lm", FLASH, NO_PLAN, None,
     ),
     "vit": (IMAGES, "image-classification", FLASH, NO_PLAN, None),
 }  # fmt: skip
