@@ -432,8 +432,7 @@ def format_heading(
         tokens: of a step over all ranks; None if unknown.
         model: what is known of the model, if one was named.
     """
-    lines = dict(model.lines) if model is not None else {}
-    lines |= {"step": title(step), "batch": _describe_batch(plan, step)}
+    lines = {"step": title(step), "batch": _describe_batch(plan, step)}
     if tokens is not None:
         lines["tokens"] = f"{tokens:,.0f} a step, over all ranks"
     count = parameter_count(plan) if model is None else model.parameters
@@ -442,6 +441,7 @@ def format_heading(
         lines["parameters"] += " in all, of which nobody says how many a token passes"
     elif model is not None and model.active != count:
         lines["parameters"] += f" in all, {of_count(model.active)} active per token"
+    lines |= {} if model is None else model.lines
     return "\n".join(f"{name:<12}{line}" for name, line in lines.items() if line)
 
 
