@@ -18,7 +18,7 @@ from fsfunc.interop.module_tensors import collect_tensors, computed_tensors
 from fsfunc.interop.patterns import Units, complete_units, plan_of_model, select_units
 from fsfunc.interop.structures import Structure
 from fsfunc.interop.stubs import check_no_hidden, may_fill_caches
-from fsfunc.interop.whole_rows import whole_rows
+from fsfunc.interop.whole_rows import taking_whole_rows
 from fsfunc.sharded.leaf import is_sharded
 from fsfunc.tree.structure import nearest
 
@@ -152,7 +152,7 @@ def from_module(
         # Frozen parameters are among the buffers, as nothing is to differentiate,
         # update or reduce them. The module reads them as its parameters.
         all_params = {**params, **{name: buffers[name] for name in frozen}}
-        with whole_rows(args, keywords):
+        with taking_whole_rows(args, keywords):
             out, written = structure.call(all_params, buffers, args, keywords, mutable)
         if not may_fill_caches():
             check_no_hidden(out, "the module")

@@ -35,7 +35,9 @@ _running: list[object] = []
 
 
 @contextmanager
-def whole_rows(args: tuple[Any, ...], keywords: Mapping[str, Any]) -> Iterator[None]:
+def taking_whole_rows(
+    args: tuple[Any, ...], keywords: Mapping[str, Any]
+) -> Iterator[None]:
     """Lets transformers take each row for one whole sequence, in runs without data.
 
     Positions that the caller gives may begin anew within a row, and a mask may hide
