@@ -141,7 +141,7 @@ def cases():
             yield pytest.param(name, axes, marks=marks, id=f"{name} {[*axes][-1]}")
 
 
-@pytest.mark.parametrize("name, axes", cases())
+@pytest.mark.parametrize("name, axes", list(cases()))
 def test_an_architecture_is_planned_as_what_it_is(name, axes, config):
     fields, task, kernels, *refusals = TABLE[name]
     path = config(name, fields)
