@@ -176,17 +176,8 @@ def qwen3(**options):
     return Qwen3ForCausalLM(Qwen3Config(**sizes | {"head_dim": 4} | options)).double()
 
 
-def gemma(**options):
-    """Llama whose embedding is a subclass that scales its rows."""
-    from transformers import Gemma2Config, Gemma2ForCausalLM
-
-    sizes = SIZES | {"head_dim": 4, "tie_word_embeddings": False}
-    return Gemma2ForCausalLM(Gemma2Config(**sizes | options)).double()
-
-
 MODELS = {
     "llama": (llama, {}, PLAN),
-    "gemma": (gemma, {}, PLAN),
     "biases": (llama, {"attention_bias": True, "mlp_bias": True}, PLAN),
     "tied": (llama, {"tie_word_embeddings": True}, PLAN),
     "qwen3": (qwen3, {}, PLAN | {"model.layers.*.self_attn.[qk]_norm": "whole"}),
@@ -313,6 +304,7 @@ LATENT = {
 FAMILIES = {
     "Cohere2": {},
     "DeepseekV3": ROUTED | LATENT | {"n_routed_experts": 4, "n_group": 1},
+    "Gemma2": {"head_dim": 4},  # an embedding whose rows are scaled
     "GPTNeoX": {"hidden_dropout": 0.0},  # queries, keys and values of a head in one
     "Olmo2": {},  # a norm over all heads
     "Phi3": {},  # a gate beside values
