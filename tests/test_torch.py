@@ -16,13 +16,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from fsfunc import _torch
-from fsfunc._torch import (
-    fake_modes,
-    fake_results,
-    formulas,
-    products,
-    versions,
-)
+from fsfunc._torch import fake_modes, fake_results, formulas, products, versions
 from tests.probes import Watch
 from tests.programs import ROOT, python
 
@@ -485,6 +479,18 @@ def test_attention_on_the_cpu_has_the_names_that_are_counted():
     with Watch() as ran:
         attend(q, q, q)
     assert _torch.CPU_ATTENTION in ran.seen, breaks(effect)
+
+
+def test_attention_of_a_gpu_runs_on_fake_tensors_of_a_cpu():
+    mode = fake_modes.fake_mode_of([])
+    q = fake_modes.fake_of(mode, torch.ones(1, 2, 4, 24)).requires_grad_()
+    v = fake_modes.fake_of(mode, torch.ones(1, 2, 4, 16))
+    with Watch() as ran:
+        y = _torch.EFFICIENT_ATTENTION(q, q, v, None, True, 0.5, True, scale=None)[0]
+        y.sum().backward()
+    effect = "no attention of heads of unlike sizes can be planned for a GPU"
+    assert y.shape == (1, 2, 4, 16) and q.grad is not None, breaks(effect)
+    assert ran.seen.count(_torch.EFFICIENT_ATTENTION) == 1, breaks(effect)
 
 
 def test_a_hook_on_a_leaf_is_seen():

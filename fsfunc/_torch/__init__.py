@@ -27,6 +27,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from fsfunc._torch.dispatch import (
     CPU_ATTENTION,
     CPU_ATTENTION_BACKWARD,
+    EFFICIENT_ATTENTION,
     GROUPED_PRODUCT,
     Args,
     DispatchMode,

@@ -132,6 +132,10 @@ CPU_ATTENTION: OpOverloadPacket = (
 CPU_ATTENTION_BACKWARD: OpOverloadPacket = (
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 )
+# CUDA's attention with masks or of heads of unlike sizes: fake tensors run it anywhere
+EFFICIENT_ATTENTION: OpOverloadPacket = (
+    torch.ops.aten._scaled_dot_product_efficient_attention
+)
 # The product of each row and the matrix of its group: for a mixture of experts.
 GROUPED_PRODUCT: OpOverloadPacket = torch.ops.aten._grouped_mm
 

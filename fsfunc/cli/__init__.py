@@ -10,6 +10,7 @@ names_command.py    names
 build_scripts.py    scripts with build(mesh); what is printed, written
 parsers.py          command lines, or the way out
 hugging_face.py     the step of a model, of its config.json
+model_tasks.py model_axes.py   what it is trained for; what axes of the mesh do
 """
 
 from __future__ import annotations

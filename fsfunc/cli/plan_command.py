@@ -9,11 +9,11 @@ from __future__ import annotations
 import argparse
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from fsfunc import show
 from fsfunc.cli.build_scripts import (
@@ -36,6 +36,7 @@ from fsfunc.comm.traffic import Ledger
 from fsfunc.core.frames import title
 from fsfunc.planning import hardware as machines
 from fsfunc.planning.allocation import fits
+from fsfunc.planning.attention_kernels import find_generation
 from fsfunc.planning.calibration import measure_hardware
 from fsfunc.planning.estimation import Estimate, estimate
 from fsfunc.planning.machines import Hardware
@@ -46,7 +47,10 @@ from fsfunc.show.estimates import comparison
 from fsfunc.show.estimates import estimate as estimate_tables
 from fsfunc.testing.step_runs import batch_axes
 
-HF_OPTIONS = "its options follow --: --sequences, --length, --zero, --no-remat"
+HF_OPTIONS = (
+    "its options follow --, and -- --help lists them. Axes are data, node (replicas), "
+    "model (split layers) and pipe (stages), or named by its options"
+)
 THIS_MACHINE = "this"  # as a hardware's name: the machine at hand
 MESH_HELP = "an axis is NAME=SIZE, such as data=1024 or data=128,pipe=8"
 ANY_MESH_HELP = "or, to --search all meshes of so many ranks, their number"
@@ -79,7 +83,7 @@ def add_plan(commands: Commands) -> None:
         "--hf",
         type=Path,
         metavar="CONFIG",
-        help="in place of a script: the config.json of a Hugging Face language model, "
+        help="in place of a script: the config.json of a Hugging Face model, "
         f"of which a step is planned; {HF_OPTIONS}",
     )
     add(
@@ -99,7 +103,12 @@ def add_plan(commands: Commands) -> None:
         f'on "{THIS_MACHINE}" machine, measured',
     )
     add("--tokens", type=float, metavar="N", help="of a step, over all ranks")
-    add("--attention", metavar="NAME", help="the generation of its kernels: fa2, fa3")
+    add(
+        "--attention",
+        metavar="WORD",
+        help="the generation of FlashAttention: 1, 2 or 3; or the version of torch, or "
+        "the year, that says which one it was (default: the hardware's likeliest)",
+    )
     add("--rank", type=int, metavar="R", help="the rank to show (default: 0)")
     add(
         "--search",
@@ -145,41 +154,102 @@ def _mesh_text(mesh: Mesh | int) -> str:
 def _run_plan(options: argparse.Namespace) -> None:
     _check_options(options)
     machine = _load_hardware(options.hardware)
+    attention = _attention_of(options.attention, machine)
     plans: list[tuple[Plan, Estimate | None]] = []
+    models: list[ModelFacts | None] = []
     script = options.hf or options.script
     with _open_builder(options) as build:
         for mesh in options.mesh:
             if isinstance(mesh, int):
-                _run_search(build, mesh, machine)
+                _run_search(build, mesh, machine, attention)
                 continue
             device = "cpu" if machine is None else machine.device
-            (plan, step), times = plan_build(build, mesh, script, device), None
-            tokens, inactive = options.tokens, 0
-            if isinstance(build, HuggingFaceStep):
+            is_model = isinstance(build, HuggingFaceStep)
+            with build.refusing_errors() if is_model else nullcontext():
+                plan, step = plan_build(build, mesh, script, device)
+            times, tokens, model = None, options.tokens, None
+            if is_model:
                 tokens = build.tokens(mesh) if tokens is None else tokens
-                inactive = build.inactive_parameters
+                model = describe_model(build, mesh)
             if machine is not None:
                 with refusing_errors(script):
-                    kernels = {"tokens": tokens, "attention": options.attention}
-                    times = estimate(plan, machine, **kernels)
+                    times = _estimate(plan, machine, tokens, attention, model)
             plans.append((plan, times))
-            print(format_heading(plan, step, tokens, inactive), end="\n\n")
+            models.append(model)
+            print(format_heading(plan, step, tokens, model), end="\n\n")
             _show_plan(plan, times, machine, options)
             if options.search:
-                _run_search(build, mesh, machine)
+                _run_search(build, mesh, machine, attention)
     if len(plans) > 1:
         print_table(comparison(plans))
     if options.json:
         about = {"script": str(script), "arguments": options.passed}
         facts = [plan_facts(plan, times, machine) for plan, times in plans]
+        for plan, model in zip(facts, models, strict=True):
+            plan |= {} if model is None else {"model": model._asdict()}
         write_json(options.json, {**about, "plans": facts})
 
 
+class ModelFacts(NamedTuple):
+    """What is said of a model beside its plan.
+
+    Args:
+        lines: what the model, its loss and the axes of the mesh are, by their titles.
+        parameters: the number of elements of all parameters.
+        active: how many of them a token passes, of a mixture of experts those that it
+            is sent to; None if unknown.
+    """
+
+    lines: Mapping[str, str]
+    parameters: int
+    active: int | None
+
+
+def describe_model(build: HuggingFaceStep, mesh: Mesh) -> ModelFacts:
+    """Returns what is said of a model beside its plan on a mesh."""
+    inactive = build.inactive_parameters
+    active = None if inactive is None else build.parameters - inactive
+    return ModelFacts(build.describe(mesh), build.parameters, active)
+
+
+def _estimate(
+    plan: Plan,
+    machine: Hardware,
+    tokens: float | None,
+    attention: str | None,
+    model: ModelFacts | None,
+) -> Estimate:
+    """Estimates a plan, with the rule of thumb of what a token passes, if known."""
+    active = None if model is None else model.active
+    known = {"tokens": tokens, "attention": attention, "active": active}
+    times = estimate(plan, machine, **known)
+    if model is not None and model.active is None:
+        times = replace(times, rule_of_thumb=None)
+    return times
+
+
+def _attention_of(word: str | None, machine: Hardware | None) -> str | None:
+    """Returns the generation of attention's kernels that --attention names."""
+    if word is None or machine is None:
+        return None
+    try:
+        return find_generation(word, machine)
+    except ValueError as error:
+        raise Refused(f"--attention {word}: {error}") from None
+
+
 def _run_search(
-    build: HuggingFaceStep, mesh: Mesh | int, machine: Hardware | None
+    build: HuggingFaceStep,
+    mesh: Mesh | int,
+    machine: Hardware | None,
+    attention: str | None,
 ) -> None:
     """Prints the search of a model's step, and the code of the fastest stack."""
     # `_check_options` has seen to it that there is hardware.
+    if attention is not None:  # a search takes the first generation of the hardware
+        shares: Any = machine.attention  # type: ignore[union-attr]
+        only = {attention: shares[attention]} | dict(shares)
+        machine = machines.replace(machine, attention=only)  # type: ignore[arg-type]
     results = build.search(mesh, machine)  # type: ignore[arg-type]
     print_table(results)
     print(f"\nThe fastest, around train_step:\n{results.best.code}")
@@ -353,23 +423,25 @@ def format_heading(
     plan: Plan,
     step: Callable[..., Any],
     tokens: float | None = None,
-    inactive: int | None = 0,
+    model: ModelFacts | None = None,
 ) -> str:
     """Describes the step of a plan, in lines.
 
     Args:
         step: what was planned, in its transforms.
         tokens: of a step over all ranks; None if unknown.
-        inactive: how many parameters a token does not pass, as those of experts that
-            it is not sent to; None if unknown.
+        model: what is known of the model, if one was named.
     """
-    count = parameter_count(plan)
     lines = {"step": title(step), "batch": _describe_batch(plan, step)}
     if tokens is not None:
         lines["tokens"] = f"{tokens:,.0f} a step, over all ranks"
+    count = parameter_count(plan) if model is None else model.parameters
     lines["parameters"] = of_count(count)
-    if inactive:
-        lines["parameters"] += f" in all, {of_count(count - inactive)} active per token"
+    if model is not None and model.active is None:
+        lines["parameters"] += " in all, of which nobody says how many a token passes"
+    elif model is not None and model.active != count:
+        lines["parameters"] += f" in all, {of_count(model.active)} active per token"
+    lines |= {} if model is None else model.lines
     return "\n".join(f"{name:<12}{line}" for name, line in lines.items() if line)
 
 

@@ -14,7 +14,12 @@ from torch import nn
 
 from fsfunc.interop.module_tensors import ModuleTensors
 from fsfunc.interop.patterns import match_words
-from fsfunc.interop.split_layers import SPLIT_CLASSES, SplitModule, split_class_of
+from fsfunc.interop.split_layers import (
+    SPLIT_CLASSES,
+    SplitModule,
+    scaled_class_of,
+    split_class_of,
+)
 from fsfunc.sharded.layout import Split
 from fsfunc.sharded.leaf import is_sharded
 from fsfunc.tree.types import Leaf
@@ -57,6 +62,8 @@ class LayerPlan:
         for name, word in self.words.items():
             m = template.get_submodule(name)
             split_class = split_class_of(type(m)) if word == "expert" else type(m)
+            if word == "vocab":
+                split_class = scaled_class_of(type(m)) or split_class
             m.__class__ = SPLIT_CLASSES.get((word, type(m)), split_class)
         # Copied before hooks are registered: each runs its module once without data.
         split_modules = {x: SplitModule(template, x, self.words) for x in self.around}

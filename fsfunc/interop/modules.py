@@ -7,20 +7,18 @@
 from __future__ import annotations
 
 import copy
-import sys
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
 
 from torch import Tensor, nn
 
-from fsfunc import _torch
 from fsfunc.comm.tracebacks import api_boundary
 from fsfunc.interop.layer_plans import make_plan
 from fsfunc.interop.module_tensors import collect_tensors, computed_tensors
 from fsfunc.interop.patterns import Units, complete_units, plan_of_model, select_units
 from fsfunc.interop.structures import Structure
 from fsfunc.interop.stubs import check_no_hidden, may_fill_caches
+from fsfunc.interop.whole_rows import taking_whole_rows
 from fsfunc.sharded.leaf import is_sharded
 from fsfunc.tree.structure import nearest
 
@@ -154,7 +152,7 @@ def from_module(
         # Frozen parameters are among the buffers, as nothing is to differentiate,
         # update or reduce them. The module reads them as its parameters.
         all_params = {**params, **{name: buffers[name] for name in frozen}}
-        with _one_sequence_per_row(args, keywords):
+        with taking_whole_rows(args, keywords):
             out, written = structure.call(all_params, buffers, args, keywords, mutable)
         if not may_fill_caches():
             check_no_hidden(out, "the module")
@@ -163,30 +161,6 @@ def from_module(
     apply.units = tuple(n or type(module).__name__ for n in names)  # type: ignore
     apply.layouts = dict(layer_plan.layouts)  # type: ignore
     return apply, params, buffers
-
-
-@contextmanager
-def _one_sequence_per_row(
-    args: tuple[Any, ...], keywords: Mapping[str, Any]
-) -> Iterator[None]:
-    """Lets transformers take each row for one sequence, in runs without data.
-
-    Its models look in positions for sequences that are packed into one row. Positions
-    that they count themselves have none, which a real call reads off their values. A
-    run without values would plan a mask, which takes attention twice the time.
-    Positions that the caller gives may begin anew within a row: these stay masked.
-    """
-    masks: Any = sys.modules.get("transformers.masking_utils")
-    find_packed = getattr(masks, "find_packed_sequence_indices", None)
-    are_counted = len(args) < 3 and keywords.get("position_ids") is None
-    if find_packed is None or not (are_counted and _torch.fake_active()):
-        yield
-        return
-    masks.find_packed_sequence_indices = lambda position_ids: None
-    try:
-        yield
-    finally:
-        masks.find_packed_sequence_indices = find_packed
 
 
 @api_boundary

@@ -15,7 +15,11 @@ from typing import TypeAlias, cast
 from torch import nn
 
 from fsfunc import _torch
-from fsfunc.interop.split_layers import SPLIT_CLASSES, check_experts
+from fsfunc.interop.split_layers import (
+    SPLIT_CLASSES,
+    check_experts,
+    scaled_class_of,
+)
 from fsfunc.tree.structure import matches, nearest
 
 
@@ -329,8 +333,10 @@ def _check_layer(name: str, m: nn.Module, word: str) -> None:
 
 
 def _check_class(name: str, m: nn.Module, word: str) -> None:
-    # Exactly torch's classes: a subclass may compute something else in its forward.
-    if (word, type(m)) not in SPLIT_CLASSES:
+    # Exactly torch's classes: a subclass may compute something else in its forward. One
+    # that scales an Embedding's rows leaves their lookup to the class above.
+    is_scaled = word == "vocab" and scaled_class_of(type(m)) is not None
+    if (word, type(m)) not in SPLIT_CLASSES and not is_scaled:
         classes = sorted({cls.__name__ for w, cls in SPLIT_CLASSES if w == word})
         advice = "" if type(m) in (nn.Linear, nn.Embedding) else (
             ". Where its forward calls ff.nn.column_linear, row_linear or "

@@ -190,6 +190,23 @@ SPLIT_CLASSES: dict[tuple[str, type], type[nn.Module]] = {
 }
 
 
+@cache
+def scaled_class_of(cls: type[nn.Module]) -> type[nn.Module] | None:
+    """Returns what runs in place of an Embedding that changes its input or output.
+
+    Its forward runs as it is; where it calls ``super().forward`` the rows are looked up
+    that are spread over the ranks. None of a class that looks them up itself.
+    """
+    code = getattr(cls.forward, "__code__", None)
+    if (
+        not issubclass(cls, nn.Embedding)
+        or code is None
+        or "super" not in code.co_names
+    ):
+        return None
+    return type(f"Split{cls.__name__}", (cls, VocabEmbedding), {})
+
+
 class SplitModule:
     """A module that holds column layers and the row layers that follow them.
 

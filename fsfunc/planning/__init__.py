@@ -10,7 +10,7 @@ made. An estimate plays the events through (`simulation`) with what each takes
 planner.py          plan: a step run where nothing is sent or computed; its transfers
 observer.py         records operators and memory
 events.py plans.py  what a plan is made of, and what it answers
-device_kernels.py   kernels of a GPU, and those that jit makes
+device_kernels.py attention_kernels.py   kernels of a GPU, and those that jit makes
 equal_calls.py      equal unit calls, of which one is run to lay out a state
 parted_units.py     what a compiled unit saves for its backward
 rounds.py           equal microbatches, of which a few are run for many

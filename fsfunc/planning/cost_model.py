@@ -146,7 +146,10 @@ def attention_share(op: Op, hardware: Hardware, generation: str | None) -> float
     """Returns the share of peak that a fused attention reaches.
 
     That of its kernels' generation, forward or backward, over 1 + 512 / length, and 0.8
-    of it where heads are smaller than 128; or the hardware's one share for all.
+    of it where heads are smaller than 128; or the hardware's one share for all. The
+    memory-efficient kernel has the rate of FlashAttention-1 (Dao 2023, fig. 4 to 7:
+    xFormers' kernel, which torch's is), but beside FlashAttention-3: there cuDNN's
+    kernels take masks, and heads of unlike sizes, too.
 
     Raises:
         ValueError: a generation that the hardware does not know; names those it does.
@@ -159,7 +162,10 @@ def attention_share(op: Op, hardware: Hardware, generation: str | None) -> float
             f'{hardware.name} knows no attention "{generation}"'
             f"{did_you_mean(generation, attention)}; it knows: {', '.join(attention)}"
         )
-    shares = attention[generation or next(iter(attention))]
+    generation = generation or next(iter(attention))
+    if "_efficient_attention" in op.name and generation != "fa3":
+        generation = "fa1" if "fa1" in attention else generation
+    shares = attention[generation]
     share = shares["backward" in op.name]
     if op.dims:
         _, _, keys, head = op.dims

@@ -10,7 +10,7 @@ put right here:
   from elsewhere and writes what is read elsewhere; values in between stay in registers.
 
 Source: torch's ATen, of CUDA: ``layer_norm_kernel.cu``, ``Dropout.cu``, and the choice
-of attention's kernels in ``sdp_utils.cpp``; TorchInductor's fusion of pointwise
+of attention's kernels (`attention_kernels`); TorchInductor's fusion of pointwise
 operators and reductions (Ansel et al., 2024, section 4.4).
 """
 
@@ -27,6 +27,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from fsfunc import _torch
+from fsfunc.planning.attention_kernels import pick_kernel
 from fsfunc.planning.events import Allocated, Event, Freed, Op, Ran
 
 # Makes contexts in which torch's functions run the kernels of a device.
@@ -107,13 +108,43 @@ def _dropout(
     return torch.native_dropout(input, p, True)[0]
 
 
-def _attention(*args: Any, dropout_p: float = 0.0, **keywords: Any) -> Any:
-    """Runs a fused attention, also with dropout, where a CPU computes all scores."""
-    if len(args) > 4:
-        args, dropout_p = (*args[:4], 0.0, *args[5:]), args[4]
-    if not dropout_p:
+def _attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Any:
+    """Runs the attention that CUDA picks, where a CPU may compute all scores."""
+    kernel = pick_kernel(query, key, value, attn_mask, is_causal)
+    if (
+        kernel == "efficient"
+        and not enable_gqa
+        and (attn_mask is None or not is_causal)
+    ):
+        bias, tensors = None, [query, key, value]
+        if attn_mask is not None:
+            bias = _bias_of(attn_mask, query.dtype)
+            bias = bias.expand(*query.shape[:-1], key.shape[-2])
+            tensors.append(bias)
+        saves = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
+        run = _torch.EFFICIENT_ATTENTION
+        return run(query, key, value, bias, saves, dropout_p, is_causal, scale=scale)[0]
+    if not dropout_p or kernel == "math":
         return NotImplemented
-    return _FUSED(*args, **keywords)
+    masks = {"attn_mask": attn_mask, "is_causal": is_causal, "scale": scale}
+    return _FUSED(query, key, value, **masks, enable_gqa=enable_gqa)
+
+
+def _bias_of(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    """Returns what a mask adds to the scores, as torch makes it of truth values."""
+    if mask.dtype != torch.bool:
+        return mask
+    bias = torch.zeros_like(mask, dtype=dtype)
+    return bias.masked_fill_(mask.logical_not(), float("-inf"))
 
 
 def _of_heads(*args: Any, **keywords: Any) -> Any:

@@ -53,6 +53,8 @@ class Estimate:
         rule_of_thumb: seconds by 6ND at the hardware's usual utilisation, N being all
             parameters, or those ``active``; None if tokens or that utilisation are not
             known.
+        attention: the generation of the attention's kernels that is assumed; None where
+            none runs, or the hardware has one rate for all.
     """
 
     hardware: str
@@ -70,6 +72,7 @@ class Estimate:
     band: tuple[tuple[str, float], ...] = ()
     rule_of_thumb: float | None = None
     waits: list[Span] = field(default_factory=list)
+    attention: str | None = None
 
     @property
     def width(self) -> float:
@@ -112,12 +115,16 @@ class Estimate:
         return text_markup(str(self))
 
     def beside(self) -> list[str]:
-        """Returns the band with its reasons, and the rule of thumb, a line each."""
+        """Returns the band, what is assumed, and the rule of thumb, a line each."""
         lines = []
         if self.band:
             reasons = ", ".join(f"{reason} {size:.0%}" for reason, size in self.band)
             ends = f"{of_seconds(self.low)} and {of_seconds(self.high)}"
             lines.append(f"between {ends}: {reasons}")
+        if self.attention is not None:
+            number = self.attention.removeprefix("fa")
+            name = f"FlashAttention-{number}" if number.isdecimal() else self.attention
+            lines.append(f"attention by kernels of the generation of {name}")
         if self.rule_of_thumb is not None:
             lines.append(f"by the rule of thumb (6ND) {of_seconds(self.rule_of_thumb)}")
         return lines
@@ -232,7 +239,16 @@ def estimate(
         band=_band(plan, hardware, attention, busiest, played),
         rule_of_thumb=_rule_of_thumb(plan, hardware, tokens, active),
         waits=played.waits,
+        attention=_generation(plan, hardware, attention),
     )
+
+
+def _generation(plan: Plan, hardware: Hardware, attention: str | None) -> str | None:
+    """Returns the generation of attention's kernels that an estimate assumes."""
+    runs = any("_attention" in ran.op.name for r in plan.ranks for ran in r.ran)
+    if not runs or not isinstance(hardware.attention, Mapping):
+        return None
+    return attention or next(iter(hardware.attention))
 
 
 def _nodes(plan: Plan, hardware: Hardware) -> int:

@@ -163,6 +163,42 @@ def name_group(names: Sequence[str], nothing: str = "") -> str:
     return f"{common_name(names) or nothing}{times}"
 
 
+def fold_programs(
+    rows: Iterable[tuple[str, ...]], coordinates: int | None = None
+) -> list[tuple[str, ...]]:
+    """Returns rows of programs, (rank, ranks alike, ...), of equal ones one row.
+
+    Args:
+        coordinates: the column of a rank's coordinates on the mesh, if there is one.
+
+    >>> fold_programs([("0", "4", "pipe=0", "1 GB"), ("1", "4", "pipe=1", "1 GB")], 2)
+    [('0-1', '8', 'pipe=0-1', '1 GB')]
+    """
+    named = {0, 1, coordinates}
+    groups: dict[tuple[str, ...], list[tuple[str, ...]]] = {}
+    for row in rows:
+        key = tuple(cell for i, cell in enumerate(row) if i not in named)
+        groups.setdefault(key, []).append(row)
+    folded: list[tuple[str, ...]] = []
+    for group in groups.values():
+        cells = list(group[0])
+        ranks = sorted(int(row[0]) for row in group)
+        text = _ranges(ranks)
+        cells[0] = f"{ranks[0]} to {ranks[-1]}" if text == "*" else text
+        cells[1] = str(sum(int(row[1]) for row in group))
+        if coordinates is not None:
+            axes = zip(*(row[coordinates].split() for row in group), strict=True)
+            cells[coordinates] = " ".join(map(_join_coordinates, axes))
+        folded.append(tuple(cells))
+    return folded
+
+
+def _join_coordinates(parts: Sequence[str]) -> str:
+    """Returns ``axis=0-3`` for the coordinates of several ranks on one axis."""
+    name = parts[0].partition("=")[0]
+    return f"{name}={_ranges(sorted({int(part.partition('=')[2]) for part in parts}))}"
+
+
 def _ranges(numbers: list[int]) -> str:
     """Returns sorted numbers as ranges, ``0-2,7``."""
     ranges = []

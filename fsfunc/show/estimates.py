@@ -12,6 +12,7 @@ from fsfunc.planning.allocation import fits
 from fsfunc.planning.estimation import Estimate
 from fsfunc.planning.machines import Hardware
 from fsfunc.planning.plans import Plan
+from fsfunc.printing.folding import fold_programs
 from fsfunc.printing.tables import (
     Report,
     Table,
@@ -90,7 +91,7 @@ def describe_rates(estimate: Estimate) -> str:
 
 
 def _ranks(estimate: Estimate, plan: Plan | None) -> Table:
-    """Returns a table of the programs: their time, and their memory if it is known."""
+    """Returns a table of the programs' time, and of their memory if it is known."""
     peaks = {p.rank: p.peak_bytes for p in plan.ranks} if plan else {}
     rows = [
         (
@@ -103,7 +104,7 @@ def _ranks(estimate: Estimate, plan: Plan | None) -> Table:
     ]
     head = (">rank", ">ranks alike", ">computes", ">collectives", ">others", ">idle")
     head += (">memory",) if peaks else ()
-    return Table("time of each program", head, rows)
+    return Table("time of each program", head, fold_programs(rows))
 
 
 def comparison(plans: Sequence[tuple[Plan, Estimate | None]]) -> Report:

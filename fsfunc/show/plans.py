@@ -15,7 +15,7 @@ from pathlib import Path
 from fsfunc.comm.ledgers import Record
 from fsfunc.planning.events import PHASES
 from fsfunc.planning.plans import Plan, PlannedLeaf, RankPlan
-from fsfunc.printing.folding import group_alike, name_group
+from fsfunc.printing.folding import fold_programs, group_alike, name_group
 from fsfunc.printing.tables import Report, Table, of_axes, of_bytes, of_count, of_flops
 from fsfunc.sharded.placements import describe_tensor
 from fsfunc.show.layouts import in_words
@@ -97,7 +97,7 @@ def _phases(rank_plan: RankPlan) -> list[str]:
 
 
 def _programs(plan: Plan) -> Table:
-    """Returns a table with a row for each distinct program."""
+    """Returns a table with a row for each distinct program, or for all of one size."""
     rows = [
         (
             str(rank_plan.rank),
@@ -110,7 +110,7 @@ def _programs(plan: Plan) -> Table:
         for rank_plan in plan.ranks
     ]
     head = ("<rank", ">ranks alike", "<at", ">peak", ">FLOP", "<sent")
-    return Table("programs", head, rows)
+    return Table("programs", head, fold_programs(rows, coordinates=2))
 
 
 def _units(rank_plan: RankPlan) -> Table:

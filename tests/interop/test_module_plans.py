@@ -304,6 +304,7 @@ LATENT = {
 FAMILIES = {
     "Cohere2": {},
     "DeepseekV3": ROUTED | LATENT | {"n_routed_experts": 4, "n_group": 1},
+    "Gemma2": {"head_dim": 4},  # an embedding whose rows are scaled
     "GPTNeoX": {"hidden_dropout": 0.0},  # queries, keys and values of a head in one
     "Olmo2": {},  # a norm over all heads
     "Phi3": {},  # a gate beside values

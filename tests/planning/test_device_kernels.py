@@ -141,7 +141,8 @@ def dropping(p, x):
 
 def test_dropout_is_one_kernel_and_leaves_attention_fused():
     grad = ff.value_and_grad(lambda p, x: dropping(p, x).sum())
-    args = torch.zeros(64, 64), torch.zeros(2, 64, 64)
+    halves = {"dtype": torch.bfloat16}  # which flash takes; of float32 it takes none
+    args = torch.zeros(64, 64, **halves), torch.zeros(2, 64, 64, **halves)
     names = [{e.op.name for e in ff.plan(grad, *args, device=device)[0].events
               if isinstance(e, Ran)} for device in ("cpu", "cuda")]  # fmt: skip
     assert "aten.native_dropout" in names[1] and "aten.native_dropout" not in names[0]
@@ -253,9 +254,10 @@ def test_second_derivatives_are_whole():
 def test_torchs_layers_have_fused_attention_under_dropout_too():
     """Which a CPU has not, and a Transformer's layer is trained with."""
     made = torch.nn.TransformerEncoderLayer(64, 4, 64, 0.1, batch_first=True)
-    apply, params, buffers = ff.from_module(made)
+    apply, params, buffers = ff.from_module(made.bfloat16())  # flash takes no float32
     grad = ff.value_and_grad(lambda params, x: apply(params, buffers, x).sum())
-    plan = ff.plan(grad, params, torch.zeros(2, 8, 64), device="cuda")
+    x = torch.zeros(2, 8, 64, dtype=torch.bfloat16)
+    plan = ff.plan(grad, params, x, device="cuda")
     names = {event.op.name for event in plan[0].ran}
     assert any("flash_attention" in name for name in names)
     assert not any("softmax" in name or "bmm" in name for name in names)
