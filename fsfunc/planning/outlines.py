@@ -39,7 +39,9 @@ from fsfunc.tracing.programs import Program, Spec, TracedCall
 
 _USUAL = 0.4  # the share of the peak, if the hardware does not say what is usual
 _BESIDE = 0.3  # the share of the shorter of computing and sending that does not overlap
-_OPERATORS = 60  # of a unit, forward and backward: a transformer's layer has as many
+# Of a unit beside its operators, which a forward runs once, and a backward about twice:
+# two gathers and a reduction.
+_TRANSFERS = 3
 # Computing with remat over that without: a forward more would be 4/3, but of a unit's
 # last product no backward reads a value, so that it is not made again.
 _RECOMPUTED = 1.25
@@ -81,6 +83,7 @@ class _Share(NamedTuple):
     Args:
         calls: the number of its unit calls.
         flops: of their forwards, on the whole batch.
+        operators: of their forwards.
         params: the share of all parameters that they take.
         saved, largest_saved: bytes that they save for their backward, and the largest
             of them alone.
@@ -89,6 +92,7 @@ class _Share(NamedTuple):
 
     calls: int
     flops: int
+    operators: int
     params: float
     saved: int
     largest_saved: int
@@ -106,6 +110,7 @@ class _Share(NamedTuple):
         return cls(
             len(calls),
             sum(call.flops for call in calls),
+            sum(call.operators for call in calls),
             sum(call.weights for call in calls) / all_weights if all_weights else 1.0,
             sum(saved),
             max(saved, default=0),
@@ -167,8 +172,11 @@ class Outlines:
         # for the one that has most to do.
         flops = [rank.flops for rank in ranks]
         compute = 3 * recompute_factor * max(flops) / share / rate
-        # Small units are bound by the host, which launches each operator.
-        launches = _OPERATORS * recompute_factor * max(rank.calls for rank in ranks)
+        # Small units are bound by the host, which launches each operator and transfer.
+        launches = max(
+            3 * recompute_factor * rank.operators + _TRANSFERS * rank.calls
+            for rank in ranks
+        )
         passes = stack.accumulate * stack.microbatches
         host = max(compute, launches * self.hardware.overhead * passes)
         # As the pipeline fills and drains, the busiest rank waits for one microbatch on

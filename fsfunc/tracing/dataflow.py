@@ -41,12 +41,12 @@ class Argument(NamedTuple):
 
 @dataclass
 class RunningUnit:
-    """FLOPs, origins and saved memory of one unit call while it runs.
+    """Operators, origins and saved memory of one unit call while it runs.
 
     Args:
         name: the unit's.
         has_data: whether it runs on tensors with data.
-        flops: those counted so far.
+        flops, operators: those counted so far; a view is no operator.
         draws: whether it has drawn random numbers.
         origins: the origins of all that it has used.
         saved: the tensors saved for its backward pass, one of each storage, by its key.
@@ -55,6 +55,7 @@ class RunningUnit:
     name: str
     has_data: bool = False
     flops: int = 0
+    operators: int = 0
     draws: bool = False
     origins: Origins = NOWHERE
     saved: dict[int, Tensor] = field(default_factory=dict)
@@ -165,6 +166,7 @@ class Dataflow(OperatorMode):
             self._refuse_captured(written, f"unit {body.name!r}")
         out = func(*args, **kwargs)
         body.draws = body.draws or draws(func, args, kwargs)
+        body.operators += not _torch.gives_views(func)
         formula = FLOPS.get(func.overloadpacket)
         if formula is not None:
             body.flops += formula(*args, **kwargs, out_val=out)
@@ -255,7 +257,7 @@ def run_on_data(
     body, our_modes = flow.running_unit, [type(mode).__name__ for mode in (fake, flow)]
     if fake is None or body is None or _torch.active_modes()[-2:] != our_modes:
         raise RuntimeError("other modes are on, under which nothing has data")
-    body.has_data, body.flops = True, 0
+    body.has_data, body.flops, body.operators = True, 0, 0
     body.saved.clear()
     leaves, treedef = tree.flatten((params, inputs, keywords))
     # The modes are taken off, innermost first, for tensors with data to be made.

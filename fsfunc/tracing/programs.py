@@ -167,6 +167,7 @@ class TracedCall(Traced):
             argument.
         own: those in its first argument, where a unit takes its parameters.
         flops: those of its forward pass.
+        operators: how many of torch's its forward pass runs; a view is none.
         draws: whether its forward pass draws random numbers.
         activations: the bytes saved for its backward pass, with its outputs; without
             parameters, and inputs that are another call's or the batch's.
@@ -179,6 +180,7 @@ class TracedCall(Traced):
     params: frozenset[str]
     own: frozenset[str]
     flops: int
+    operators: int
     draws: bool
     activations: int
     weights: int

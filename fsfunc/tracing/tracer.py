@@ -205,6 +205,7 @@ class TracingStage(Stage):
             origins=input_origins
             | captured._replace(reads=captured.reads - parameter_names),
             flops=body.flops,
+            operators=body.operators,
             draws=body.draws,
             activations=sum(x.untyped_storage().nbytes() for x in body.saved.values()),
             weights=sum(x.numel() * x.element_size() for x in parameters.values()),

@@ -339,8 +339,9 @@ def test_a_node_of_72_is_one_level():
     record = Record("all_gather", ("data",), Fraction(10**9), torch.bfloat16)
     waits = [Started(0, "issued", tuple(range(72)), record), Waited(0)]
     found = estimate(of(waits, 72), ff.hardware.GB200)
-    level = ff.hardware.GB200.levels[0]
-    assert found.seconds == pytest.approx(1e9 / level.bandwidth + 71 * level.latency)
+    level, launched = ff.hardware.GB200.levels[0], ff.hardware.GB200.overhead
+    sent = 1e9 / level.bandwidth + 71 * level.latency
+    assert found.seconds == pytest.approx(launched + sent)
 
 
 ONE = replace(NODES, levels=NODES.levels[:1])
