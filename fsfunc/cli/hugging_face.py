@@ -285,10 +285,11 @@ class HuggingFaceStep:
     def _positions(self) -> int | None:
         """Returns how many positions a sequence may have; None if that is not said."""
         config = self._text_config()
-        for name in ("max_position_embeddings", "n_positions", "max_target_positions"):
-            if positions := getattr(config, name, None):
-                return positions - self._unused_positions(positions)
-        return None
+        names = ("max_position_embeddings", "n_positions", "max_target_positions")
+        limits = [x for name in names if (x := getattr(config, name, None))]
+        # Of an encoder's positions and a decoder's the fewer.
+        positions = min(limits, default=None)
+        return positions and positions - self._unused_positions(positions)
 
     def _unused_positions(self, positions: int) -> int:
         """Returns how many rows of an embedding of positions no token has.
