@@ -183,6 +183,13 @@ class HuggingFaceStep:
     def __call__(self, mesh: Mesh) -> tuple[Any, ...]:
         """Returns what a script's build(mesh) returns."""
         axes = self.axes(mesh)
+        if axes.tensor and not (axes.data or axes.stages):
+            # Without shard around it a recompute of split layers keeps other values.
+            split = f"{axes.tensor}={mesh.axes[axes.tensor]}"
+            raise Refused(
+                f"the axis {axes.tensor} splits layers, and no axis cuts the batch: "
+                f"add one of size 1, --mesh data=1,{split}"
+            )
         model = self._model(axes)
         step: Callable[..., Any] = model.optimizer(value_and_grad(model.loss_fn))
         step = remat(step) if self.options.remat else step
@@ -285,10 +292,11 @@ class HuggingFaceStep:
     def _positions(self) -> int | None:
         """Returns how many positions a sequence may have; None if that is not said."""
         config = self._text_config()
-        for name in ("max_position_embeddings", "n_positions", "max_target_positions"):
-            if positions := getattr(config, name, None):
-                return positions - self._unused_positions(positions)
-        return None
+        names = ("max_position_embeddings", "n_positions", "max_target_positions")
+        limits = [x for name in names if (x := getattr(config, name, None))]
+        # Of an encoder's positions and a decoder's the fewer.
+        positions = min(limits, default=None)
+        return positions and positions - self._unused_positions(positions)
 
     def _unused_positions(self, positions: int) -> int:
         """Returns how many rows of an embedding of positions no token has.

@@ -458,7 +458,8 @@ def _describe_batch(plan: Plan, step: Callable[..., Any]) -> str:
     """Describes the leaves of a rank's batch, and counts the ranks with their own."""
     leaves = [x for x in plan.ranks[0].leaves if x.path.partition("/")[0] == "batch"]
     text = ", ".join(map(_describe_leaf, leaves))
-    ranks = plan.mesh.axis_size(batch_axes(step, plan.mesh))
+    # The stages of a pipeline alone have one batch: no axis cuts it.
+    ranks = math.prod(plan.mesh.axes[name] for name in batch_axes(step, plan.mesh))
     return f"{text} on each of {ranks} ranks" if text and ranks > 1 else text
 
 

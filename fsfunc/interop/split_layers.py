@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
 from typing import Any
@@ -110,7 +110,11 @@ class GatheredLinear(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         y, axis = _column(self, input)
-        return y if axis is None else all_gather(y, axis, dim=-1, to="I")
+        if axis is None:
+            return y
+        # A gather has the gathered dim outermost. A Linear has its features beside each
+        # other, without which no fused attention takes them.
+        return all_gather(y, axis, dim=-1, to="I").contiguous()
 
 
 class RowLinear(nn.Linear):
@@ -227,8 +231,13 @@ class SplitModule:
             for x, word in words.items()
             if x == name or x.startswith(within)
         }
-        # By signature and number of ranks, what its run on shapes told.
-        self._checked_calls: dict[tuple[Any, int], list[bool]] = {}
+        tables = (_torch.tensor_tables(m)[0] for m in self._module.modules())
+        params = [x for table in tables for x in table.values()]
+        # Those of the unit: a call gives them by these names.
+        self._params = [x.name for x in params if isinstance(x, AbsentTensor)]
+        # By signature, number of ranks and dtypes of the parameters, what its run on
+        # shapes told.
+        self._checked_calls: dict[Hashable, list[bool]] = {}
         self._withheld = AbsentTensor(
             "what a module around split layers returns of a rank's own features, such "
             "as the attention of its heads (of a Hugging Face model: leave "
@@ -242,16 +251,22 @@ class SplitModule:
         self, m: nn.Module, args: tuple[Any, ...], keywords: dict[str, Any]
     ) -> None:
         """Checks the forward on shapes: a hook before it."""
-        flow = _flow(m)
+        call = _current_call(m)
+        flow: SplitFlow = call.flow
         if flow.axis is None or torch.compiler.is_compiling():
             return
         signature, ranks = Signature.of((args, keywords)), axis_size(flow.axis)
-        key = signature.key, ranks
+        # A cast gives a call other dtypes than the module has.
+        dtypes = tuple(call.params[name].dtype for name in self._params)
+        key = signature.key, ranks, dtypes
         if key not in self._checked_calls:
-            self._checked_calls[key] = self._check(signature, ranks)
+            by_name = dict(zip(self._params, dtypes, strict=True))
+            self._checked_calls[key] = self._check(signature, ranks, by_name)
         flow.withheld[id(self)] = self._checked_calls[key]
 
-    def _check(self, signature: Signature, ranks: int) -> list[bool]:
+    def _check(
+        self, signature: Signature, ranks: int, dtypes: Mapping[str, torch.dtype]
+    ) -> list[bool]:
         # What transforms do to values is not for this run, which has none.
         with (
             _torch.outside_modes(),
@@ -259,7 +274,7 @@ class SplitModule:
             _torch.beneath_functorch(),
         ):
             module = copy.deepcopy(self._module)
-            return run_shapes(module, self._words, signature, ranks)
+            return run_shapes(module, self._words, signature, ranks, dtypes)
 
     def leave(self, m: nn.Module, args: tuple[Any, ...], out: PyTree) -> PyTree | None:
         """Withholds outputs that are made of a rank's features: a hook after forward.
@@ -276,10 +291,15 @@ class SplitModule:
         return tree.unflatten(treedef, leaves)
 
 
+def _current_call(m: nn.Module) -> Any:
+    """Returns the call (`call_tensors`) that a module's copy runs in."""
+    table: Any = _torch.tensor_tables(m)[0]
+    return table.tables.current_call
+
+
 def _flow(m: nn.Module) -> SplitFlow:
     """Returns the split features of the call that a module's copy runs in."""
-    table: Any = _torch.tensor_tables(m)[0]
-    return table.tables.current_call.flow
+    return _current_call(m).flow
 
 
 def _weight(m: Any) -> Any:

@@ -76,7 +76,11 @@ def is_object(x: Leaf) -> bool:
 
 
 def run_shapes(
-    module: nn.Module, words: Mapping[str, str], signature: Signature, ranks: int
+    module: nn.Module,
+    words: Mapping[str, str],
+    signature: Signature,
+    ranks: int,
+    dtypes: Mapping[str, torch.dtype],
 ) -> list[bool]:
     """Runs a module around split layers on shapes alone, and checks what it does.
 
@@ -85,6 +89,7 @@ def run_shapes(
         words: how its layers are split, by their names within it.
         signature: that of (args, keywords).
         ranks: the size of the axis that splits it.
+        dtypes: by a parameter's name, the dtype that it has in the call.
 
     Returns:
         for each leaf of its output, whether it is made of split features.
@@ -96,7 +101,7 @@ def run_shapes(
     leaves = [_meta(*x) if isinstance(x, TensorSpec) else x for x in signature.leaves]
     args, keywords = tree.unflatten(signature.treedef, leaves)
     for path, m in module.named_modules():
-        _fill(m, words.get(path) == "whole", params)
+        _fill(m, words.get(path) == "whole", dtypes, params)
     for path, word in words.items():
         m: Any = module.get_submodule(path)
         if word in ("column", "row"):
@@ -139,7 +144,12 @@ def _meta(
     return torch.empty(shape, dtype=dtype, device="meta", requires_grad=requires_grad)
 
 
-def _fill(m: nn.Module, is_whole: bool, names: dict[int, _Param]) -> None:
+def _fill(
+    m: nn.Module,
+    is_whole: bool,
+    dtypes: Mapping[str, torch.dtype],
+    names: dict[int, _Param],
+) -> None:
     """Puts tensors without data into the tables and attributes of a copy's module."""
     params, buffers = _torch.tensor_tables(m)
     for table in (params, buffers, vars(m)):
@@ -147,7 +157,8 @@ def _fill(m: nn.Module, is_whole: bool, names: dict[int, _Param]) -> None:
             if isinstance(x, AbsentTensor) and x.dtype is not None:
                 is_param = table is params
                 requires_grad = is_param and differentiable(cast(HasDtype, x))
-                table[key] = _meta(cast(torch.Size, x.shape), x.dtype, requires_grad)
+                dtype = dtypes.get(x.name, x.dtype) if is_param else x.dtype
+                table[key] = _meta(cast(torch.Size, x.shape), dtype, requires_grad)
                 if table is params:
                     names[id(table[key])] = _Param(x.name, is_whole)
             elif isinstance(x, Tensor):

@@ -4,7 +4,8 @@
 
     flash        heads of one size, of 256 at most; 16 bits; no mask but a causal one
     efficient    any mask, and heads of unlike sizes that are multiples of 16 bytes
-    math         all scores in memory: what neither of both takes
+    math         all scores in memory: what neither of both takes, such as heads whose
+                 features do not lie beside each other
 
 cuDNN's kernels stand before these on Hopper and Blackwell from torch 2.11 on. They keep
 for the backward what flash keeps, and are as fast as FlashAttention-3.
@@ -47,6 +48,10 @@ def pick_kernel(
     ('efficient', 'flash')
     """
     if not 4 == q.ndim == k.ndim == v.ndim or not q.numel() or not k.numel():
+        return "math"
+    if q.shape[-1] > 1 and any(x.stride(-1) != 1 for x in (q, k, v)):
+        return "math"
+    if mask is not None and mask.stride(-1) != 1:
         return "math"
     sizes = q.shape[-1], k.shape[-1], v.shape[-1]
     # A causal mask of flash begins at the last key, and that of others at the first.

@@ -123,8 +123,9 @@ _TAKES = 0.4
 _STRAGGLING = 0.005
 # (forward, backward): Dao (2023), FlashAttention-2, fig. 5 to 7, causal, heads of 128,
 # at 16,384; FlashAttention-1 there (the introduction says 0.30 to 0.50 forward, 0.25 to
-# 0.35 backward) and on the H100; Shah et al. (2024), FlashAttention-3, fig. 5 and 6.
-# The first is the default; `attention_kernels` has which one torch ran in which year.
+# 0.35 backward) and on the H100; Shah et al. (2024), FlashAttention-3, fig. 5 and
+# 6.
+# The first is the default; `attention_kernels` has which torch ran in which year.
 _ATTENTION: dict[str, dict[str, tuple[float, float]]] = {
     "ampere": {"fa2": (0.62, 0.53), "fa1": (0.45, 0.32)},
     "hopper": {"fa2": (0.37, 0.31), "fa3": (0.60, 0.48), "fa1": (0.20, 0.17)},

@@ -156,6 +156,7 @@ AXES_REFUSED = {
     "pipes=2": ([], 'did you mean "pipe"'),
     "data=2": (["--tensor", "dat"], 'no axis dat .did you mean "data"'),
     "data=2,model=2": (["--data", "data,model", "--tensor", "model"], "by --data and"),
+    "model=2": ([], "--mesh data=1,model=2"),
     "node=2": ([], "whole copies of what an axis of the data shards"),
     "data=2,pipe=2": (["--sequences", "2"], "cut into 8 microbatches"),
 }

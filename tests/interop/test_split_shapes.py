@@ -203,3 +203,48 @@ def test_heads_that_the_axis_does_not_divide_are_refused():
 
     with pytest.raises(RuntimeError, match="as 2 heads, which an axis of size 4 does"):
         equals_one_device(do, 4)
+
+
+class NormedHeads(Attention):
+    """Queries and keys, normed in each head by weights that all heads share."""
+
+    def __init__(self):
+        super().__init__(None)
+        self.norm = nn.RMSNorm(SIZE)
+
+    def forward(self, x):
+        q, k, v = self.heads(x, *x.shape[:2], -1, SIZE)
+        return self.o(joined(attend(self.norm(q), self.norm(k), v), *x.shape[:2]))
+
+
+def test_shapes_are_run_in_the_dtypes_of_the_call():
+    """A norm whose weights stay float32 would make float32 of queries, not values."""
+    module = NormedHeads()
+    plan = {"[qkv]": "column", "o": "row", "norm": "whole"}
+    apply, params, buffers = ff.from_module(module, "", plan=plan, axis="model")
+    loss = lambda p, x: apply(p, buffers, x.to(p["o.bias"].dtype)).float().sum()  # noqa: E731
+    step = ff.precision(ff.value_and_grad(loss), torch.bfloat16, reduce=torch.float32)
+
+    def main():
+        state = ff.place(step, params, X.float(), layouts=apply.layouts)
+        return step(state, X.float())[0]
+
+    losses = ff.spmd(main, ff.make_mesh({"model": 2}, "simulated"))()
+    with torch.no_grad():
+        expected = module.to(torch.bfloat16)(X.bfloat16()).float().sum()
+    torch.testing.assert_close(losses[0], expected, rtol=2e-2, atol=1e-1)
+
+
+def test_gathered_features_lie_beside_each_other():
+    """As a Linear makes them: fused attention takes no others."""
+    strides = []
+
+    class Gathered(Attention):
+        def forward(self, x):
+            y = self.q(x)
+            strides.append(y.stride(-1))
+            return y
+
+    module = Gathered(None).double()
+    splits_as_one_device(module, {"x": X}, square, "", {"q": "column_gathered"})
+    assert set(strides) == {1}

@@ -47,6 +47,19 @@ def test_the_kernel_is_the_one_that_cuda_picks(case, kernel):
     assert pick_kernel(q, k, v.to(dtype), mask, is_causal) == kernel
 
 
+@pytest.mark.parametrize("apart", ["q", "k", "v", "mask"])
+def test_no_fused_kernel_takes_features_that_lie_apart(apart):
+    given = {"q": heads(128), "k": heads(128), "v": heads(128)}
+    given |= {"mask": MASK} if apart == "mask" else {}
+    strided = given | {apart: given[apart].mT.contiguous().mT}
+    for tensors, kernel in (
+        (given, "efficient" if apart == "mask" else "flash"), (strided, "math"),
+    ):  # fmt: skip
+        mask = tensors.get("mask")
+        q, k, v = (tensors[name] for name in "qkv")
+        assert pick_kernel(q, k, v, mask, mask is None) == kernel
+
+
 @ff.unit
 def attention(p, x, mask=None):
     q, k, v = (
