@@ -9,9 +9,11 @@ import functools
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 import fsfunc as ff
+from fsfunc.sharded.leaf import NotATensor
 from tests.checks import all_refused, close, simulated, with_ledger
 from tests.interop.models import (
     LENGTH,
@@ -63,6 +65,16 @@ class Experts(nn.Module):
             self.register_buffer("scale", torch.ones(2))
 
     def forward(self, hidden_states, top_k_index, top_k_weights): ...
+
+
+class ScaledTable(nn.Embedding):
+    def forward(self, x):
+        return super().forward(x) * 3.0
+
+
+class OwnLookup(nn.Embedding):
+    def forward(self, x):
+        return F.embedding(x, self.weight) * 3.0
 
 
 PAIR = {"up": "column", "down": "row"}
@@ -140,9 +152,25 @@ test_bad_plans_are_refused = all_refused({
     "whole elsewhere": (running(Between("norm"), {**PAIR, "norm": "whole"}),
         RuntimeError, "is \"whole\", .* and sees others: leave it out"),
     "an output between": (running(Between("output")), RuntimeError, "mean of split fe"),
+    "a lookup of its own": (running(OwnLookup(8, 4), {"": "vocab"}, x=torch.arange(4)),
+        NotATensor, "'weight' .* is this rank's block of a split .*vocab_embedding"),
     "too few features": (running(Between("norm"), {"down": "row"}), ValueError,
         "'down.weight' is given 8 features, and a rank has 4: the layer before it"),
 })  # fmt: skip
+
+
+def test_rows_that_a_table_scales_are_those_of_one_device():
+    torch.manual_seed(0)
+    module, x = ScaledTable(8, 4), torch.arange(8)
+    apply, params, buffers = ff.from_module(module, plan={"": "vocab"}, axis="model")
+    mesh = simulated(data=1, model=2)
+    forward = ff.shard(lambda p, x: apply(p, buffers, x), mesh, "data")
+
+    def main(mesh):
+        return forward(ff.place(forward, params, x, layouts=apply.layouts), x)
+
+    for rows in ff.spmd(main, mesh)(mesh):
+        assert torch.equal(rows, module(x))
 
 
 def test_a_whole_module_between_has_the_gradient_of_one_device():
