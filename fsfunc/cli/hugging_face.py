@@ -212,8 +212,10 @@ class HuggingFaceStep:
             )
         step = precision(step, torch.bfloat16, reduce=torch.float32)
         if axes.data:
-            replicate = {"replicate": axes.replicate} if axes.replicate else {}
-            step = shard(step, mesh, axes.data, zero=self.options.zero, **replicate)
+            replicate = axes.replicate or None
+            step = shard(
+                step, mesh, axes.data, zero=self.options.zero, replicate=replicate
+            )
         batch = self._batch(sequences)
         init = lambda: model.params  # noqa: E731
         return donate(step), init, model.optimizer, batch, model.layouts
@@ -369,7 +371,8 @@ class HuggingFaceStep:
         They are those between which transformers itself cuts a model for devices; of a
         model that says none, those in its lists.
         """
-        classes = set(self.module._no_split_modules or ())
+        named: Any = self.module._no_split_modules
+        classes = set[str](named or ())
         return classes or {cls for _, cls in self._lists()}
 
     def _model(self, axes: ModelAxes) -> _Model:

@@ -437,10 +437,11 @@ def format_heading(
         lines["tokens"] = f"{tokens:,.0f} a step, over all ranks"
     count = parameter_count(plan) if model is None else model.parameters
     lines["parameters"] = of_count(count)
-    if model is not None and model.active is None:
+    active = count if model is None else model.active
+    if active is None:
         lines["parameters"] += " in all, of which nobody says how many a token passes"
-    elif model is not None and model.active != count:
-        lines["parameters"] += f" in all, {of_count(model.active)} active per token"
+    elif active != count:
+        lines["parameters"] += f" in all, {of_count(active)} active per token"
     lines |= {} if model is None else model.lines
     return "\n".join(f"{name:<12}{line}" for name, line in lines.items() if line)
 
