@@ -52,7 +52,7 @@ _T = TypeVar("_T")
 
 # By these factors the outline of a stack may be above its plan. Once a stack of its
 # kind was planned, an outline is scaled to that, and is then nearer.
-BYTES_OFF, SECONDS_OFF, OFF_IN_KIND = 1.4, 1.4, 1.15
+BYTES_OFF, SECONDS_OFF, OFF_IN_KIND = 1.6, 1.4, 1.15
 _HEAVY = "too large with whole gradients, or activations as in another plan"
 CLOSEST = 3  # plans at least, of the smallest stacks, where none has fit
 

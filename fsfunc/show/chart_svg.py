@@ -76,7 +76,11 @@ class Drawing:
         """Adds an axis under what has been drawn."""
         for mark in marks:
             self.line(x_of(mark.value), self.below, 0, 4)
-            self.text(x_of(mark.value), self.below + 12, mark.text, "m f")
+            x, end = x_of(mark.value), self.width - 1
+            # The text of a mark at the very end would be cut in the middle.
+            is_cut = x + LETTER * len(mark.text) / 2 > end
+            place = (end, "e f") if is_cut else (x, "m f")
+            self.text(place[0], self.below + 12, mark.text, place[1])
         self.below += 32
 
     def legend(self, colors: Mapping[str, str]) -> None:

@@ -178,7 +178,9 @@ class GradientSums:
         """
         if self.packs_in_graph:
             return gradients_by_offset(call.views, grads, call.dtypes.reduced, later)
-        sum_so_far = self._sum_so_far(call, shard) if later is None else None
+        sum_so_far = None
+        if later is None and self.accumulating:
+            sum_so_far = self._sum_so_far(call, shard)
         later = sum_so_far if later is None else later
         buffer = self._allocate(call, shard) if later is None else later
         count_as("gradients", [buffer, *grads])

@@ -122,8 +122,8 @@ def test_over_time_it_is_the_same_memory(plan):
 def test_a_chart_over_time():
     plan = small()
     shown = memory(plan, estimate=estimate(plan, A100_40))
-    assert "kB at 84.0 µs, in the backward of block" in shown.title
-    assert "0 s" in shown.text(60) and "147 µs" in shown.text(60)
+    assert "kB at 144 µs, in the backward of block" in shown.title
+    assert "0 s" in shown.text(60) and "252 µs" in shown.text(60)
     with pytest.raises(ValueError, match="of another plan, without rank 2"):
         memory(stages(), 3, estimate=estimate(plan, A100_40))
 
