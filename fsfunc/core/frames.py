@@ -73,9 +73,13 @@ class Interpretation:
         observes: whether :meth:`begins` and :meth:`ends` are called.
         ends_alike: whether it does in the last microbatch what it does in others, as
             a plan may then leave that one out.
+        repeats_calls: whether it does in each unit call what it does in others of the
+            same unit with arguments of the same shapes, and keeps nothing from one for
+            another: then a plan need not run all of them. One that has no part in unit
+            calls need not say so.
     """
 
-    lays_out = False
+    lays_out = repeats_calls = False
     decides = False
     compared: frozenset[int] = frozenset()
     called = ""

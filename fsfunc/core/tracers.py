@@ -10,7 +10,15 @@ Both are implemented in ``tracing``, on a floor above, and handed down from ther
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
+from collections.abc import (
+    Callable,
+    Collection,
+    Hashable,
+    Iterable,
+    Mapping,
+    Sequence,
+    Set,
+)
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -55,8 +63,11 @@ class Tracer:
         forward_only: whether backward passes are skipped; gradients then have only a
             shape.
         fills: whether mutable arguments (a cache) may be written, being copies.
+        left_out: the buffers of unit calls that a plan does not run, as they are equal
+            to others: the next unit's is the one to prefetch.
     """
 
+    left_out: Set[str] = frozenset()
     complete = False
     draws = False
     forward_only = False
@@ -75,6 +86,12 @@ class Tracer:
         fn = fn if run_unit_fn is None else partial(run_unit_fn, fn)
         with internal(False):
             return call.unit.checked(params, inputs, keywords, fn)
+
+    def wrap_call(
+        self, call: UnitCall, run: Callable[..., PyTree]
+    ) -> Callable[..., PyTree]:
+        """Returns the function to run in place of ``run``, which has the transforms."""
+        return run
 
     def wrap_gathered(
         self, call: UnitCall, run: Callable[..., Any]

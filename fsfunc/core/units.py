@@ -320,6 +320,8 @@ class Call:
         run = self.body
         for handler in reversed(self.frame.handlers):
             run = handler.unit(run, self)
+        if self.frame.tracer is not None:
+            run = self.frame.tracer.wrap_call(self, run)
         # Recordings treat operators of transforms as the library's, until `body` enters
         # the user's function.
         with internal():

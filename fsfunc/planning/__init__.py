@@ -12,6 +12,7 @@ observer.py         records operators and memory
 events.py plans.py  what a plan is made of, and what it answers
 device_kernels.py attention_kernels.py   kernels of a GPU, and those that jit makes
 equal_calls.py      equal unit calls, of which one is run to lay out a state
+left_out_calls.py call_copies.py   equal layers, of which a few are run for many
 parted_units.py     what a compiled unit saves for its backward
 rounds.py           equal microbatches, of which a few are run for many
 estimation.py simulation.py cost_model.py   how long it takes

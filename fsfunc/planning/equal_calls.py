@@ -8,12 +8,15 @@ tensors that look the same, reads the same leaves and returns the same shapes::
     block(params[1], x)   is equal: new outputs of the same shapes, the same reads
     ...
 
-The step itself runs every unit call, and so does each recording before a real step.
+Of calls in a row that are equal, each with what the one before has returned, the plan
+then runs the first and the last ones alone: see `left_out_calls`. Each recording before
+a real step runs every body.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -24,6 +27,7 @@ from fsfunc._torch.fake_results import CPU, Look, new_fakes
 from fsfunc.core.execution_context import running
 from fsfunc.core.units import Call
 from fsfunc.sharded.leaf import is_sharded
+from fsfunc.tracing.groups import EqualRun
 from fsfunc.tracing.recorder import Recorder
 from fsfunc.tracing.steadiness import NumbersGiven
 from fsfunc.tree.types import Leaf, PyTree
@@ -47,12 +51,118 @@ class _Noted(NamedTuple):
     numbers: list[NumbersGiven]
 
 
+class _Seen(NamedTuple):
+    """A unit call of a recording.
+
+    Args:
+        number: of the call in its loss; ``key``: decides what its body does, if known.
+        taken: the paths of its parameters; None for what is no leaf of the state.
+        given: the leaves of its inputs and keywords; ``returned``: those of its result.
+    """
+
+    number: int
+    key: Hashable | None
+    taken: list[str | None]
+    given: list[Leaf]
+    returned: list[Leaf]
+
+    def link(self, after: _Seen, recorder: Recorder) -> dict[int, int] | None:
+        """Returns the `EqualRun.links` to the next call; None if that is not equal."""
+        if self.key is None or self.key != after.key:
+            return None
+        place_of = {id(y): i for i, y in enumerate(self.returned)}
+        links: dict[int, int] = {}
+        for i, (x, y) in enumerate(zip(self.given, after.given, strict=True)):
+            if (place := place_of.get(id(y))) is not None and isinstance(y, Tensor):
+                if place in links:  # two inputs are one result: none can stand for it
+                    return None
+                links[place] = i
+            # A number is a part of the key; a tensor is to be the same.
+            elif y is not x and (isinstance(y, Tensor) or recorder.path_of(y)):
+                return None
+        tensors = {i for i, y in enumerate(self.returned) if isinstance(y, Tensor)}
+        return links if links.keys() == tensors and tensors else None
+
+
+def _runs_in(calls: Sequence[_Seen], recorder: Recorder) -> tuple[EqualRun, ...]:
+    """Returns the runs of equal calls among those of one pass through a loss."""
+    users: dict[str, set[int]] = {}
+    for unit_call in recorder.unit_calls:
+        for path in unit_call.leaves:
+            users.setdefault(path, set()).add(unit_call.numbers[0])
+    read_in_loss = {p for p, (_, in_loss) in recorder.read_outside.items() if in_loss}
+    runs: list[EqualRun] = []
+    links: dict[int, int] | None = None  # of the run that goes on, if one does
+    for before, after in pairwise(calls):
+        link = before.link(after, recorder)
+        # A leaf that another call reads too, or the loss, has another kind of gradient.
+        is_alone = all(
+            p is not None and len(users.get(p, ())) == 1 and p not in read_in_loss
+            for p in (*before.taken, *after.taken)
+        )
+        if link is None or not is_alone:
+            links = None
+        elif link == links:
+            runs[-1] = runs[-1]._replace(count=runs[-1].count + 1)
+        else:
+            runs.append(EqualRun(before.number, 2, link))
+            links = link
+    return tuple(runs)
+
+
 class EqualCalls:
-    """The unit calls of one recording, by what decides what their bodies do."""
+    """The unit calls of one recording, by what decides what their bodies do.
+
+    Attributes:
+        runs: the runs of equal calls in the loss that was recorded, or of which another
+            plan's record was used.
+    """
 
     def __init__(self) -> None:
+        self.runs: tuple[EqualRun, ...] = ()
         # None: what the body did cannot be noted, and it runs each time.
         self._noted: dict[Hashable, _Noted | None] = {}
+        self._recorder: Recorder | None = None
+        self._key: Hashable | None = None  # of the unit call that runs
+        self._seen: list[_Seen] = []  # the calls of the recording so far
+
+    def record_call(
+        self,
+        recorder: Recorder,
+        call: Call,
+        run: Callable[..., PyTree],
+        params: PyTree,
+        /,
+        *inputs: PyTree,
+        **keywords: PyTree,
+    ) -> PyTree:
+        """Runs a unit call of a loss, with its transforms, and notes its arguments.
+
+        Args:
+            recorder: of the recording; another one begins anew.
+        """
+        if recorder is not self._recorder:
+            self._recorder, self._seen = recorder, []
+        self._key = None
+        out = run(params, *inputs, **keywords)
+        given = tree.leaves((inputs, keywords), is_leaf=is_sharded)
+        returned = tree.leaves(out, is_leaf=is_sharded)
+        taken = [recorder.path_of(x) for x in tree.leaves(params, is_sharded)]
+        self._seen.append(_Seen(call.number, self._key, taken, given, returned))
+        return out
+
+    def runs_of(self, recorder: Recorder) -> tuple[EqualRun, ...]:
+        """Returns the runs of equal calls in the loss of a recording that is over.
+
+        They are those of each pass through the loss: none, if passes differ.
+        """
+        if recorder is not self._recorder:
+            return ()
+        seen, self._seen, self._recorder = self._seen, [], None
+        starts = [i for i, x in enumerate(seen) if i == 0 or x.number <= seen[i - 1][0]]
+        passes = [seen[i:j] for i, j in pairwise([*starts, len(seen)])]
+        found = [_runs_in(calls, recorder) for calls in passes]
+        return found[0] if found and all(x == found[0] for x in found) else ()
 
     def run_body(
         self,
@@ -71,7 +181,7 @@ class EqualCalls:
         leaves = tree.leaves(arguments, is_leaf=is_sharded)
         # What is asked here of tensors is no read of the body's, which a mode records.
         with _torch.outside_function_modes():
-            key = _key(recorder, call, arguments, leaves)
+            key = self._key = _key(recorder, call, arguments, leaves)
         if key is None:
             return run()
         if key not in self._noted:

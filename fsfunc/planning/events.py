@@ -109,7 +109,49 @@ class Freed(NamedTuple):
     storage: int
 
 
+class CallBegan(NamedTuple):
+    """A call of a run of equal unit calls begins, or its backward does.
+
+    It stands in the events until `call_copies` has put copies in the places of calls
+    that were left out. A finished plan has none.
+
+    Args:
+        run: identifies the run.
+        index: of the call in the run, from 0; ``count`` once the run is over, and -1
+            once its backward is.
+        count: the number of calls in the run.
+        is_backward: whether it is the backward that begins.
+        buffers: the names of the packed buffers that the call reads.
+    """
+
+    run: int
+    index: int
+    count: int
+    is_backward: bool
+    buffers: tuple[str, ...] = ()
+
+
+class Reserved(NamedTuple):
+    """A call that was left out has made the storage ``storage``, which is in use.
+
+    Args:
+        place: which of the storages that the call makes it is, from 0.
+    """
+
+    storage: int
+    place: int
+
+
+class ReservedTransfer(NamedTuple):
+    """A call that was left out has started the transfer ``number``; as `Reserved`."""
+
+    number: int
+    place: int
+
+
 Event = Ran | Started | Waited | Allocated | Freed
+# Those that stand in a plan only until copies of calls are put in.
+Provisional = CallBegan | Reserved | ReservedTransfer
 
 
 class Turn(NamedTuple):

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -40,11 +40,13 @@ from fsfunc.planning.events import (
     describe,
     size_of,
 )
+from fsfunc.planning.left_out_calls import LeftOutCalls
 from fsfunc.planning.parted_units import PartedUnits
 from fsfunc.planning.rounds import Rounds, RoundsLink
 from fsfunc.runtime.memory import NO_MEMORY, OFFLOADED, StorageTable
 from fsfunc.runtime.memory_spaces import space_of
 from fsfunc.sharded.leaf import is_sharded
+from fsfunc.tracing.groups import EqualRun
 from fsfunc.tracing.operators import OperatorMode
 from fsfunc.tree.types import PyTree
 
@@ -119,6 +121,7 @@ class Observer(Tracer, OperatorMode):
             as what other ranks sent: in a real run.
         kernels: makes contexts in which torch's functions run the kernels of a device.
         every_microbatch: whether each microbatch runs, and no equal round is noted.
+        equal_runs: the runs of equal unit calls, of which some are left out.
 
     Attributes:
         link: the rank's `planner.PlannedLink`; None in a real run.
@@ -142,8 +145,11 @@ class Observer(Tracer, OperatorMode):
         counts_unseen: bool = False,
         kernels: Kernels = nullcontext,
         every_microbatch: bool = False,
+        equal_runs: Sequence[EqualRun] = (),
     ) -> None:
         super().__init__()
+        self.left_out_calls = LeftOutCalls(self, equal_runs)
+        self.left_out = self.left_out_calls.buffers
         self.kernels, self.every_microbatch = kernels, every_microbatch
         self.link: RoundsLink | None = None
         self.counts_unseen = counts_unseen
@@ -298,6 +304,11 @@ class Observer(Tracer, OperatorMode):
             return outputs
         finally:  # a recompute is left, by an exception, at the last value it needs
             self._params, self._param_copies = outer_sets
+
+    def wrap_call(
+        self, call: Call, run: Callable[..., PyTree]
+    ) -> Callable[..., PyTree]:
+        return self.left_out_calls.wrap_call(call, run)
 
     def function_of(
         self,

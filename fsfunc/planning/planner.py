@@ -16,6 +16,7 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -32,9 +33,11 @@ from fsfunc.comm.tracebacks import api_boundary
 from fsfunc.comm.traffic import Ledger
 from fsfunc.core.frames import frame, inside, title
 from fsfunc.optim.optimizer import Optimizer
+from fsfunc.planning.call_copies import Noted, with_copies
 from fsfunc.planning.device_kernels import kernels_of
 from fsfunc.planning.equal_calls import EqualCalls
 from fsfunc.planning.events import Started, Waited
+from fsfunc.planning.left_out_calls import UnlikeCalls
 from fsfunc.planning.observer import Observer
 from fsfunc.planning.plans import Plan, PlannedLeaf, RankPlan
 from fsfunc.runtime.memory import counting
@@ -92,8 +95,10 @@ def plan(
         every_microbatch: run each microbatch of `accumulate` and `pipeline`. Otherwise
             one that finds memory as the one before it did is noted to do the same: a
             loss that counts its own calls, and computes something else in a later one,
-            has to be planned with True. Then each unit call runs, too, as the state is
-            laid out; otherwise one of those that are given the same shapes.
+            has to be planned with True. Then each unit call runs, too: otherwise one of
+            those that are given the same shapes, as the state is laid out; and of
+            layers in a row under ``shard``, each called with what the one before has
+            returned, the first and the last six, if the state is made here.
 
     Returns:
         a :class:`Plan`; ``plan[rank]`` is one rank's program.
@@ -130,10 +135,19 @@ def plan(
     kernels = kernels_of(device)
 
     def main() -> Plan:
-        with Scoped(EQUAL_CALLS, None if every_microbatch else EqualCalls()):
-            step_args = _make_arguments(step, args, layouts) if makes_state else args
-        observer = Observer(kernels=kernels, every_microbatch=every_microbatch)
-        return _plan_here(step, step_args, here(), observer)
+        def run(leaves_out: bool) -> Plan:
+            equal_calls = None if every_microbatch else EqualCalls()
+            with Scoped(EQUAL_CALLS, equal_calls):
+                given = _make_arguments(step, args, layouts) if makes_state else args
+            runs = equal_calls.runs if equal_calls and leaves_out else ()
+            observer = Observer(
+                kernels=kernels, every_microbatch=every_microbatch, equal_runs=runs
+            )
+            return _plan_here(step, given, here(), observer)
+
+        with suppress(UnlikeCalls):
+            return run(leaves_out=True)
+        return run(leaves_out=False)
 
     # Inside `spmd` the plan is of this rank; outside it is of every distinct program.
     with gc_paused():
@@ -238,10 +252,15 @@ def _run_step(
                     observer.count_as(leaf.kind, tensors)
         book = observer.book
         book.close()  # what is freed from here on is no part of the step
-    events = observer.chains.merged(book.events) if observer.compiled else book.events
+    events: list[Any] = book.events
+    if observer.compiled:
+        events = observer.chains.merged(events)
+    noted = Noted(events, book.turns, book.kinds, log.records)
+    if observer.left_out_calls.is_used:
+        noted = with_copies(noted, len(book.sizes), observer.link.count)  # type: ignore
     rank_plan = RankPlan(
-        place.rank, 1, place.mesh.coordinates(place.rank), events, book.kinds,
-        leaves, log.records, observer.calls, observer.derived, book.turns,
+        place.rank, 1, place.mesh.coordinates(place.rank), noted.events, noted.kinds,
+        leaves, noted.records, observer.calls, observer.derived, noted.turns,
     )  # fmt: skip
     return rank_plan, varying_axes
 

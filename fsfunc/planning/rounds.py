@@ -32,7 +32,17 @@ from fsfunc.comm.ledgers import Record
 from fsfunc.comm.traffic import Ledger
 from fsfunc.core.tracers import Round
 from fsfunc.planning.device_kernels import FusedChains
-from fsfunc.planning.events import Allocated, Event, Freed, Ran, Started, Turn, Waited
+from fsfunc.planning.events import (
+    Allocated,
+    Event,
+    Freed,
+    Ran,
+    Reserved,
+    ReservedTransfer,
+    Started,
+    Turn,
+    Waited,
+)
 from fsfunc.runtime.memory import StorageTable
 
 
@@ -141,6 +151,7 @@ class RoundsObserver(Protocol):
 _COUNTED = {kind: attrgetter(kind) for kind in ("storages", "transfers")}
 _NUMBERED = {Allocated: "storages", Freed: "storages"}
 _NUMBERED |= {Started: "transfers", Waited: "transfers"}
+_NUMBERED |= {Reserved: "storages", ReservedTransfer: "transfers"}
 
 
 class Rounds:

@@ -53,6 +53,7 @@ from fsfunc.tracing.recorder import Recorder
 from fsfunc.tracing.recorder import record as _record
 from fsfunc.tracing.replicas import SPLIT_REASON, compare_batches
 from fsfunc.tracing.rules import Unsteady
+from fsfunc.tracing.runs import EQUAL_CALLS
 from fsfunc.tracing.steadiness import Steadiness
 from fsfunc.tracing.type_check import check
 from fsfunc.transforms.offloading import Stores, stores_of
@@ -223,6 +224,8 @@ def lay_out(request: LayoutRequest, agreement: Agreement) -> PyTree:
 
     # Else a run without data shows which leaves units take, and in which order.
     recorder, applied = _recorded(request, splits, rank_local)
+    if (equal_calls := EQUAL_CALLS.get()) is not None:
+        equal_calls.runs = recorder.equal_runs
     _check_untied(by_path, recorder.trained)
     # The recorder knows the transforms of units that were called; or no unit was.
     handlers, stores = recorder.handlers or laying, stores_of(fn)
@@ -413,6 +416,8 @@ def _recorded(
             return _adapted(shared_recorder, laying), applied
         with noting_applied() as applied:
             recorder = _record(fn, t, batch, mode, splits, rank_local)
+        if (equal_calls := EQUAL_CALLS.get()) is not None:
+            recorder.equal_runs = equal_calls.runs_of(recorder)
         # Only if its transforms are all that lay out: others' are none of this step.
         if records is not None and set(recorder.handlers) == set(laying):
             records[shared_key] = replace(recorder, handlers=laying), applied

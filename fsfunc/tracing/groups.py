@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NoReturn, TypeAlias
+from typing import Any, NamedTuple, NoReturn, TypeAlias
 
 import torch
 from torch import Tensor
@@ -144,6 +144,23 @@ class LeafGroup:
     compute: torch.dtype | None = None
 
 
+class EqualRun(NamedTuple):
+    """Unit calls in a row that do the same, each with the results of the one before.
+
+    Such are the layers of a model: ``for p in params["layers"]: x = layer(p, x)``.
+
+    Args:
+        first: the number of the first call; ``count``: how many calls there are.
+        links: by the position of a leaf among the results of a call, that among the
+            inputs and keywords of the next one. All other inputs are the same objects
+            in each call.
+    """
+
+    first: int
+    count: int
+    links: dict[int, int]
+
+
 @dataclass
 class RecordedUnitCall:
     """One unit call of a recorded step, and the leaves that it was given.
@@ -217,6 +234,7 @@ class Findings:
             value.
         rank_local: the leaves that are each rank's own, and stay plain tensors.
         claims: (subject, text) of what else must be the same on every rank.
+        equal_runs: the runs of equal unit calls, of a recording for a plan.
         derived: what was made of these findings, once for all simulated ranks that
             share them.
     """
@@ -231,6 +249,7 @@ class Findings:
     rank_local_paths: set[str] = field(default_factory=set)
     rank_local: frozenset[str] = frozenset()
     claims: list[tuple[str, str]] = field(default_factory=list)
+    equal_runs: tuple[EqualRun, ...] = ()
     derived: dict[Any, Any] = field(default_factory=dict)
 
     def outer_placements(self, group: LeafGroup) -> list[tuple[Placement, ...]]:

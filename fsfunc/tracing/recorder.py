@@ -453,6 +453,15 @@ class Recorder(Findings, Tracer, Watcher):
                 return equal_calls.run_body(self, call, (params, inputs, keywords), run)
             return run()
 
+    def wrap_call(
+        self, call: Call, run: Callable[..., PyTree]
+    ) -> Callable[..., PyTree]:
+        if call.frame.path or not self.forward_only:
+            return run
+        if (equal_calls := runs.EQUAL_CALLS.get()) is None:
+            return run
+        return partial(equal_calls.record_call, self, call, run)
+
     def unit(
         self, noted: runs.Noted, run: Callable[..., PyTree], call: Call
     ) -> Callable[..., PyTree]:

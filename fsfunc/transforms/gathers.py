@@ -14,7 +14,7 @@ flight or alive.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence, Set
 from enum import Enum
 from operator import attrgetter
 from typing import Any, NamedTuple, TypeAlias
@@ -26,6 +26,7 @@ from fsfunc import _torch
 from fsfunc.comm.backends.link import Done, Handle
 from fsfunc.comm.groups import RankGroup
 from fsfunc.core.casts import Casts
+from fsfunc.core.frames import frame
 from fsfunc.runtime import host_copies
 from fsfunc.runtime.memory import BufferPool, count_as
 from fsfunc.runtime.memory_spaces import any_offloaded, space_of
@@ -226,6 +227,7 @@ class Gathers:
         in_flight: by the buffer's name, a gather that was sent ahead: what it gathers,
             its handle, and the rank's range.
         partial_gathers: by the id of a buffer, its gather with a partial result.
+        left_out: the buffers of unit calls that a plan does not run.
         offloads: whether some buffer lies in a store beside the device.
     """
 
@@ -256,6 +258,8 @@ class Gathers:
             self.by_name.setdefault(shard.buffer, []).append(shard)
         self.tree_index: int = 0
         buffers = [x for same_name in self.by_name.values() for x in same_name]
+        tracer = frame().tracer
+        self.left_out: Set[str] = set() if tracer is None else tracer.left_out
         self.offloads: bool = any_offloaded() and any(
             x.space.offloaded for x in buffers
         )
@@ -464,6 +468,20 @@ class Gathers:
         handle.wait()
         return self.decode(shard, full, dtype)
 
+    def stand_for(
+        self,
+        shard: FlatShard,
+        like: FlatShard,
+        stand_in: Callable[[Tensor, Tensor | None], Tensor],
+    ) -> None:
+        """Gives ``shard`` a whole buffer, as ``like`` keeps, where a plan runs no call.
+
+        Args:
+            stand_in: returns what stands for a tensor, given what does so far.
+        """
+        if like.whole is not None:
+            shard.cache_gathered(stand_in(like.whole, shard.whole))
+
     def gather_again(self, shard: FlatShard, call: GatheredCall) -> Tensor:
         """Returns the whole buffer for a backward, with the forward's values."""
         call.check_version(shard)
@@ -523,7 +541,10 @@ class Gathers:
             for i, other in enumerate(self.by_name.get(shard.buffer, ())):
                 self.tree_index = i if other is shard else self.tree_index
         # A buffer may lie in fewer trees, as only some leaves have a copy: no guess.
-        for name in order[index + 1]:
+        following = index + 1
+        while self.left_out and self.left_out >= {*order[following]}:
+            following += 1
+        for name in order[following]:
             same_name = self.by_name.get(name, ())
             if self.tree_index < len(same_name):
                 shard = same_name[self.tree_index]

@@ -140,6 +140,7 @@ class _Remat(Interpretation):
         self.named_policy = policy if isinstance(policy, Policy) else None
         self.min_cut = policy if isinstance(policy, MinCut) else None
         self.ends_alike = policy != "except_last"
+        self.repeats_calls = calls is None
 
     @property
     def configuration(self) -> tuple[tuple[str, Any], ...]:

@@ -76,7 +76,7 @@ class Sharding(Interpretation):
     axes: tuple[str, ...]
     zero: int
 
-    lays_out = ends_alike = True
+    lays_out = ends_alike = repeats_calls = True
     called = "shard"
 
     def __init__(self, options: ShardOptions, first_calls: FirstCalls):

@@ -1,0 +1,461 @@
+"""Unit calls that a plan leaves out, as they are equal to those before and after them.
+
+Of a run of equal calls (`equal_calls.EqualRun`), such as the layers of a model, a plan
+runs the first and the last `KEPT` alone::
+
+    call 0 to 5    run
+    call 6 to n-7  return what they were given; in the backward, too
+    call n-6 ...   run, as if they came next: the library prefetches their buffers
+
+The events of those that ran are copied into their places when the plan is over
+(`call_copies`), which compares what the calls on both sides did. Meanwhile what stays
+of a call needs something that stands for it: the gradient of its parameters, and what a
+state keeps gathered. Such tensors have numbers of their own, by `events.Reserved`.
+
+Where calls turn out to be unlike, `UnlikeCalls` is raised, and all of them are run.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from fsfunc import _torch, tree
+from fsfunc._torch.fake_results import new_fakes
+from fsfunc.comm.backends.link import Done, Handle
+from fsfunc.comm.ledgers import is_silent
+from fsfunc.core.frames import Interpretation
+from fsfunc.core.reduction_hooks import (
+    GradientObserver,
+    GradientSteps,
+    ReductionFeedback,
+)
+from fsfunc.core.units import Call
+from fsfunc.planning.events import (
+    Allocated,
+    CallBegan,
+    Reserved,
+    ReservedTransfer,
+    Started,
+)
+from fsfunc.runtime.memory import StorageTable
+from fsfunc.runtime.memory_spaces import any_offloaded
+from fsfunc.sharded.leaf import FlatShard, is_sharded
+from fsfunc.tracing.groups import EqualRun
+from fsfunc.transforms.shard_runtime import ShardRuntime
+from fsfunc.tree.types import Leaf, PyTree
+
+# So many calls run at each end of a run. The outermost three differ from the others:
+# the first one's neighbour is another unit, and what a call gathers ahead, or begins to
+# reduce, is over within two more. The next three are compared with each other.
+KEPT, OUTERMOST = 6, 3
+
+
+class UnlikeCalls(Exception):
+    """Calls of a run are not equal after all: the plan has to run each of them."""
+
+
+class CallsBook(Protocol):
+    """An `observer.Book`, as far as calls that are left out read and write it."""
+
+    events: list[Any]
+    kinds: dict[int, str]
+    sizes: list[int]
+    storage_numbers: StorageTable[int]
+
+
+class CallsObserver(Protocol):
+    """An `observer.Observer`, as far as calls that are left out read and write it."""
+
+    calls: Counter[tuple[str, str]]
+    link: Any
+
+    @property
+    def book(self) -> CallsBook: ...
+
+
+class _Place(NamedTuple):
+    """Where a storage or transfer was made: by which call, as which of its own."""
+
+    index: int
+    place: int
+
+
+@dataclass(eq=False)
+class _Pass:
+    """One pass through the calls of a run: a forward, and its backward.
+
+    Args:
+        run: identifies the run; ``count``: its calls on this rank.
+        links: see `EqualRun`.
+        signature: of the parameters of each call.
+        runtimes: of the transforms that gather.
+        begun_at: how many events there were when the pass began.
+
+    Attributes:
+        shards: by call, its packed buffers; ``key``: the numbers of its unit call.
+        given: by position, the tensors among the inputs and keywords of the last call
+            that ran; ``returned``: what it returned, without its tensors.
+        handed_on: its results, and those of each call that was left out since.
+        calls_before: how often units had run when the latest call began.
+        forward_calls, backward_calls: how often units run in one call.
+        places: where what is alive was made, since the pass or its backward began.
+    """
+
+    run: int
+    count: int
+    links: dict[int, int]
+    signature: Any
+    runtimes: Sequence[tuple[Interpretation, ShardRuntime]]
+    begun_at: int
+    shards: dict[int, list[FlatShard]] = field(default_factory=dict)
+    keys: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    given: dict[int, weakref.ref[Tensor]] = field(default_factory=dict)
+    returned: tuple[list[Leaf], tree.TreeDef] = field(default=([], None))  # type: ignore
+    handed_on: list[list[weakref.ref[Tensor]]] = field(default_factory=list)
+    calls_before: Counter[tuple[str, str]] = field(default_factory=Counter)
+    forward_calls: Counter[tuple[str, str]] | None = None
+    backward_calls: Counter[tuple[str, str]] | None = None
+    storages: dict[int, _Place] = field(default_factory=dict)
+    transfers: dict[int, _Place] = field(default_factory=dict)
+
+    @property
+    def last_left_out(self) -> int:
+        return self.count - KEPT - 1
+
+
+class LeftOutCalls:
+    """Runs the unit calls of a planned step, or leaves them out.
+
+    Args:
+        observer: the plan's.
+        runs: the runs of equal calls in its loss.
+
+    Attributes:
+        buffers: the buffers of calls that are left out.
+        is_used: whether there are marks of calls among the events.
+    """
+
+    def __init__(self, observer: CallsObserver, runs: Iterable[EqualRun]):
+        # Of a shorter run the copies would cost as much as they save.
+        self.runs = [x for x in runs if x.count >= 2 * KEPT + 2]
+        self.observer = observer
+        self.buffers: set[str] = set()
+        self.is_used = False
+        self._pass: _Pass | None = None
+
+    def wrap_call(
+        self, call: Call, run: Callable[..., PyTree]
+    ) -> Callable[..., PyTree]:
+        """Returns the function that runs a call, or what stands for it."""
+        f = call.frame
+        # A stage of a pipeline has few calls, each with a token of its own.
+        if f.path or f.staged or is_silent():
+            return run
+        for equal_run in self.runs:
+            index = call.number - equal_run.first
+            if not 0 <= index < equal_run.count:
+                continue
+            if index == 0:
+                self._pass = None
+                return partial(self._begin, equal_run, call, run)
+            if (here := self._pass) is None:
+                return run
+            is_kept = not KEPT <= index < here.count - KEPT
+            runner = self._keep if is_kept else self._leave_out
+            return partial(runner, here, index, call, run)
+        return run
+
+    # Calls that run
+
+    def _begin(
+        self,
+        equal_run: EqualRun,
+        call: Call,
+        run: Callable[..., PyTree],
+        params: PyTree,
+        /,
+        *inputs: PyTree,
+        **keywords: PyTree,
+    ) -> PyTree:
+        """Runs the first call of a run, and decides whether others are left out."""
+        f, count, shards = call.frame, equal_run.count, _shards_of(params)
+        can_leave_out = (
+            bool(shards)
+            and not (f.composable or any_offloaded())
+            and not (f.compiler is not None and f.compiler.whole)
+            and all(map(_repeats, f.handlers))
+            and len(f.runtimes) == 1
+        )
+        if can_leave_out:
+            # The order of gathers tells the buffers of the calls that will come.
+            _, runtime = f.runtimes[0]
+            start = runtime.index_of(f.micro)
+            names = shards[0].members[0].order[start : start + count]
+            can_leave_out = len(names) == count and names[0] == _names(shards)
+            self.buffers.update(x for xs in names[KEPT:-KEPT] for x in xs)
+        if not can_leave_out:
+            return run(params, *inputs, **keywords)
+        here = self._pass = _Pass(
+            call.number, count, equal_run.links, _signature(params), f.runtimes,
+            len(self.observer.book.events),
+        )  # fmt: skip
+        # Behind its inputs is what comes after the backward of the run.
+        leaves, treedef = tree.flatten((inputs, keywords), is_leaf=is_sharded)
+        _mark_tensors(leaves, partial(self._began, here, -1, True))
+        inputs, keywords = tree.unflatten(treedef, leaves)
+        return self._keep(here, 0, call, run, params, *inputs, **keywords)
+
+    def _keep(
+        self,
+        here: _Pass,
+        index: int,
+        call: Call,
+        run: Callable[..., PyTree],
+        params: PyTree,
+        /,
+        *inputs: PyTree,
+        **keywords: PyTree,
+    ) -> PyTree:
+        """Runs a call, and marks where it begins, forward and backward."""
+        self._check_call(here, index, call, params)
+        self._began(here, index, False)
+        out = run(params, *inputs, **keywords)
+        leaves, treedef = tree.flatten(out, is_leaf=is_sharded)
+        _mark_tensors(leaves, partial(self._began, here, index, True))
+        if index == KEPT - 1:
+            given = tree.leaves((inputs, keywords), is_leaf=is_sharded)
+            here.given = {
+                i: weakref.ref(x) for i, x in enumerate(given) if isinstance(x, Tensor)
+            }
+            here.handed_on = [[weakref.ref(leaves[i]) for i in here.links]]
+            constants = [None if i in here.links else y for i, y in enumerate(leaves)]
+            here.returned = constants, treedef
+        if index == here.count - 1:
+            self._began(here, here.count, False)
+            self._pass = None
+        return tree.unflatten(treedef, leaves)
+
+    def _began(self, here: _Pass, index: int, is_backward: bool) -> None:
+        """Marks, in the events, that a call begins, or its backward."""
+        if is_backward and index == here.count - 1:
+            here.begun_at = len(self.observer.book.events)
+        self.is_used = True
+        buffers = tuple(shard.name for shard in here.shards.get(index, ()))
+        self.observer.book.events.append(
+            CallBegan(here.run, index, here.count, is_backward, buffers)
+        )
+        is_left_out = KEPT <= index <= here.last_left_out
+        if not is_left_out:
+            here.calls_before = self.observer.calls.copy()
+
+    def _check_call(self, here: _Pass, index: int, call: Call, params: PyTree) -> None:
+        """Raises if the parameters of a call differ from those of the first one."""
+        if _signature(params) != here.signature:
+            raise UnlikeCalls(f"call {call.number} has other parameters")
+        here.shards[index] = _shards_of(params)
+        here.keys[index] = call.numbers
+
+    # Calls that are left out
+
+    def _leave_out(
+        self,
+        here: _Pass,
+        index: int,
+        call: Call,
+        run: Callable[..., PyTree],
+        params: PyTree,
+        /,
+        *inputs: PyTree,
+        **keywords: PyTree,
+    ) -> PyTree:
+        """Returns what a call was given by the one before, in place of its results."""
+        self._check_call(here, index, call, params)
+        given = tree.leaves((inputs, keywords), is_leaf=is_sharded)
+        self._check_given(here, given)
+        self._began(here, index, False)
+        if here.forward_calls is None:
+            here.forward_calls = self.observer.calls - here.calls_before
+            here.storages, here.transfers = self._find_places(here, False)
+        self.observer.calls.update(here.forward_calls)
+        like, shards = here.shards[KEPT - 2], here.shards[index]
+        for _, runtime in here.runtimes:
+            runtime.pass_over(call.frame.micro)
+            for ours, theirs in zip(shards, like, strict=True):
+                runtime.gathers.stand_for(ours, theirs, partial(self._stand_in, here))
+        leaves, treedef = list(here.returned[0]), here.returned[1]
+        results = list(here.links)
+        tensors = _LeftOut.apply(
+            partial(self._pass_back, here, index),
+            *(given[here.links[i]] for i in results),
+        )
+        for i, y in zip(results, tensors, strict=True):
+            leaves[i] = y
+        here.handed_on.append([weakref.ref(y) for y in tensors])
+        return tree.unflatten(treedef, leaves)
+
+    def _check_given(self, here: _Pass, given: Sequence[Leaf]) -> None:
+        """Raises if a call is not given what the recorded one was.
+
+        That is: the results of the call before, and else what all calls are given. And
+        nothing but that call has used these results.
+        """
+        results = zip(here.links.values(), here.handed_on[-1], strict=True)
+        expected = here.given | dict(results)
+        for i, x in enumerate(given):
+            if isinstance(x, Tensor) and x is not expected[i]():
+                raise UnlikeCalls("a call has other inputs than it was recorded with")
+        if len(here.handed_on) > 1 and any(ref() for ref in here.handed_on[-2]):
+            raise UnlikeCalls("the result of a call is in use after the next one")
+
+    def _pass_back(self, here: _Pass, index: int) -> None:
+        """Does what the backward of a call that was left out leaves behind."""
+        self._began(here, index, True)
+        if index == here.last_left_out:
+            here.backward_calls = self.observer.calls - here.calls_before
+            here.storages, here.transfers = self._find_places(here, True)
+        assert here.backward_calls is not None
+        self.observer.calls.update(here.backward_calls)
+        # Of a call two later all that its backward has started is over.
+        like = here.count - KEPT + 2
+        for _, runtime in here.runtimes:
+            pairs = zip(here.shards[index], here.shards[like], strict=True)
+            for ours, theirs in pairs:
+                done = runtime.sums.stand_for(
+                    (ours, here.keys[index]), (theirs, here.keys[like]),
+                    partial(self._stand_in, here),
+                    partial(self._stand_in_transfer, here),
+                )  # fmt: skip
+                if not done:
+                    raise UnlikeCalls("a reduction takes longer than two calls")
+
+    def _find_places(
+        self, here: _Pass, is_backward: bool
+    ) -> tuple[dict[int, _Place], dict[int, _Place]]:
+        """Returns where the storages and transfers of the calls that ran were made."""
+        storages: dict[int, _Place] = {}
+        transfers: dict[int, _Place] = {}
+        index = n_storages = n_transfers = -1
+        for event in self.observer.book.events[here.begun_at :]:
+            if isinstance(event, CallBegan):
+                is_here = event.run == here.run and event.is_backward == is_backward
+                index = event.index if is_here else -1
+                n_storages = n_transfers = 0
+            elif isinstance(event, Allocated) and index >= 0:
+                storages[event.storage] = _Place(index, n_storages)
+                n_storages += 1
+            elif isinstance(event, Started) and index >= 0:
+                transfers[event.number] = _Place(index, n_transfers)
+                n_transfers += 1
+        return storages, transfers
+
+    def _stand_in(self, here: _Pass, x: Tensor, before: Tensor | None) -> Tensor:
+        """Returns what stands for the tensor that a call, left out, makes like ``x``.
+
+        Args:
+            before: what has stood for it until now. It still does where ``x`` was there
+                before the pass.
+        """
+        book = self.observer.book
+        number = book.storage_numbers.get(x)
+        place = None if number is None else here.storages.get(number)
+        if number is None or place is None:
+            if before is None:
+                raise UnlikeCalls("a call keeps a tensor that it did not make")
+            return before
+        (y,) = new_fakes(_torch.fake_mode(), [(x.shape, x.stride(), x.dtype)])  # type: ignore[arg-type]
+        book.storage_numbers[y] = reserved = len(book.sizes)
+        book.sizes.append(y.untyped_storage().nbytes())
+        if (kind := book.kinds.get(number)) is not None:
+            book.kinds[reserved] = kind
+        book.events.append(Reserved(reserved, place.place))
+        return y
+
+    def _stand_in_transfer(self, here: _Pass, handle: Any, x: Tensor) -> Handle:
+        """Returns what stands for a transfer under way, of ``x``."""
+        place = here.transfers.get(handle.number)
+        if place is None or handle.is_over:
+            raise UnlikeCalls("a call keeps a transfer that it did not start")
+        link = self.observer.link
+        arrived = handle.work.wait()
+        is_own = arrived is not handle.x
+        work = Done(self._stand_in(here, arrived, None) if is_own else x)
+        self.observer.book.events.append(ReservedTransfer(link.count, place.place))
+        link.count += 1
+        return type(handle)(work, link.count - 1, self.observer, x)
+
+
+class _LeftOut(torch.autograd.Function):
+    """Returns what it is given, forward and backward, in the place of a unit call."""
+
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any, pass_back: Callable[[], None], *given: Tensor
+    ) -> tuple[Tensor, ...]:
+        ctx.pass_back = pass_back
+        ctx.set_materialize_grads(False)
+        return tuple(x.detach() for x in given)
+
+    @staticmethod
+    def backward(  # type: ignore[override]
+        ctx: Any, *grads: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
+        ctx.pass_back()
+        return (None, *grads)
+
+
+def _mark_tensors(leaves: list[Leaf], pass_back: Callable[[], None]) -> None:
+    """Has ``pass_back`` called when the backward comes to these tensors, in place."""
+    if not torch.is_grad_enabled():
+        return
+    tracked = [
+        i for i, x in enumerate(leaves) if isinstance(x, Tensor) and x.requires_grad
+    ]
+    if tracked:
+        tensors = _LeftOut.apply(pass_back, *(leaves[i] for i in tracked))
+        for i, y in zip(tracked, tensors, strict=True):
+            leaves[i] = y
+
+
+def _repeats(handler: Interpretation) -> bool:
+    """Returns whether a transform does the same in each of some equal unit calls."""
+    if isinstance(handler, GradientObserver | GradientSteps | ReductionFeedback):
+        return False
+    return handler.repeats_calls or type(handler).unit is Interpretation.unit
+
+
+def _shards_of(params: PyTree) -> list[FlatShard]:
+    """Returns the packed buffers of parameters; none if others are among them."""
+    shards: dict[FlatShard, None] = {}
+    for x in tree.leaves(params, is_leaf=is_sharded):
+        if not is_sharded(x) or (shard := x.packed) is None or shard.is_shared:
+            return []
+        shards[shard] = None
+    return list(shards)
+
+
+def _names(shards: Iterable[FlatShard]) -> tuple[str, ...]:
+    return tuple(shard.buffer for shard in shards)
+
+
+def _signature(params: PyTree) -> Any:
+    """Returns what is equal of the parameters of equal calls."""
+    leaves, treedef = tree.flatten(params, is_leaf=is_sharded)
+    kinds = []
+    for x in leaves:
+        if not is_sharded(x) or (shard := x.packed) is None:
+            return None
+        layout, flat = x.layout, shard.flat
+        kinds.append(
+            (layout.shape, layout.dtype, layout.view, layout.compute, x.part_shape,
+             flat.shape, flat.dtype, flat.requires_grad, shard.place.size,
+             shard.split_axes, shard.whole is None, len(shard.members))
+        )  # fmt: skip
+    return treedef, *kinds
