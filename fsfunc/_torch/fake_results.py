@@ -9,7 +9,7 @@ operator over lists the results of tensors that look alike; and torch's own way.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any, TypeAlias
 
 import torch
@@ -17,8 +17,15 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._pytree import tree_leaves
 
-from fsfunc._torch.dispatch import Args, Kwargs, OpOverload, gives_views
-from fsfunc._torch.fake_tensors import device_of
+from fsfunc._torch.dispatch import (
+    Args,
+    Kwargs,
+    OpOverload,
+    dispatch_mode_count,
+    gives_views,
+    outside_function_modes,
+)
+from fsfunc._torch.fake_tensors import device_of, fake_mode
 from fsfunc._torch.internals import storage_key
 
 CPU = torch.device("cpu")
@@ -149,6 +156,35 @@ def new_fakes(mode: FakeTensorMode, specs: Iterable[Look]) -> list[FakeTensor]:
             )
             for spec in specs
         ]
+
+
+def fakes_like(
+    tensors: Sequence[Tensor], dtypes: Sequence[torch.dtype | None]
+) -> list[Tensor] | None:
+    """Returns new fake tensors like these, as ``torch.empty_like`` of each would.
+
+    One call for all of them takes a fifth of the time.
+
+    Args:
+        dtypes: theirs; None: that of the tensor.
+
+    Returns:
+        None where torch has to make them: these are not all plain dense fakes, or
+        another mode than that of fake tensors is to see it.
+    """
+    if not tensors or dispatch_mode_count() != 1 or type(tensors[0]) is not FakeTensor:
+        return None
+    mode: Any = fake_mode()
+    if mode is None or torch._C._functorch.peek_interpreter_stack() is not None:
+        return None
+    looks: list[Look] = []
+    with outside_function_modes():
+        for x, dtype in zip(tensors, dtypes, strict=True):
+            is_plain = type(x) is FakeTensor and x.fake_mode is mode
+            if not is_plain or x.fake_device != CPU or not x.is_contiguous():
+                return None
+            looks.append((tuple(x.shape), x.stride(), dtype or x.dtype))
+        return new_fakes(mode, looks)  # type: ignore[return-value]
 
 
 @functools.cache

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from fsfunc import _torch, tree
+from fsfunc._torch.fake_results import fakes_like
 from fsfunc.comm.attribution import internal
 from fsfunc.comm.collective_ops import collecting_axes
 from fsfunc.comm.tracebacks import api_boundary
@@ -360,7 +361,8 @@ def _first_order(call: GradientCall) -> Outcome:
     # Ranks communicate in the backward of units: the token gives all the same order.
     token = UnitToken(leaves.device) if runtimes and has_backward else None
     # New autograd leaves: the caller's tensors may have a history, or a `.grad`.
-    primals = [x.detach().requires_grad_() for x in originals]
+    with _torch.outside_function_modes():
+        primals = [x.detach().requires_grad_() for x in originals]
     with run_as(Running(token)), torch.set_grad_enabled(has_backward):
         with inside(f.replace(counter=Counter(), in_loss=f.in_loss + 1)):
             out = call.fn(*leaves.args(primals), **call.keywords)
@@ -379,7 +381,8 @@ def _first_order(call: GradientCall) -> Outcome:
     if not inputs or not tied.requires_grad:
         pass
     elif f.tracer is not None and f.tracer.forward_only:
-        gradients = [torch.empty_like(x) for x in inputs]
+        fakes = fakes_like(inputs, [None] * len(inputs))
+        gradients = [torch.empty_like(x) for x in inputs] if fakes is None else fakes
         f.tracer.on_placeholders(originals, gradients, aux)
     else:
         # Recordings check the derivatives that users take by torch; this one is ours.

@@ -252,6 +252,7 @@ def _group_rows(
     return groups
 
 
+@_torch.outside_function_modes()
 def _single_group(
     matched: Matched, targets: list[Target], decays: Sequence[Any]
 ) -> Groups | None:
@@ -284,6 +285,7 @@ def count_write(tensors: Sequence[Tensor]) -> None:
         torch.autograd.graph.increment_version(tensors)
 
 
+@_torch.outside_function_modes()
 def _are_dense(dtype: torch.dtype, column: list[Tensor]) -> bool:
     """Returns whether all tensors are contiguous and of ``dtype``."""
     has_dtype = {dtype}.issuperset(map(_dtype, column))

@@ -27,6 +27,7 @@ from fsfunc.optim.places import (
     copy_to,
     some_offloaded,
     state_memory_like,
+    state_zeros_like,
     step_memory_like,
 )
 from fsfunc.sharded.complex_numbers import as_real
@@ -92,9 +93,9 @@ def zeros_like(params: Tree, dtype: torch.dtype | None = None) -> Tree:
     """
     check_parts_dtype(params, dtype)
     return map_flat(
-        lambda tensors: [
-            state_memory_like(t, _dtype_like(t, dtype), zeros=True) for t in tensors
-        ],
+        lambda tensors: state_zeros_like(
+            tensors, [_dtype_like(t, dtype) for t in tensors]
+        ),
         params,
         untrainable=None,
     )

@@ -115,7 +115,9 @@ class Matched:
     buffers: list[Any]
     kind: TensorKind | None = None
 
+    # A recording of torch's functions need not see the library read shapes.
     @classmethod
+    @_torch.outside_function_modes()
     def of(cls, params: Tree, grads: Tree, *moments: Tree) -> Matched:
         """Matches the trees; each of ``grads`` and ``moments`` is like ``params``.
 
@@ -165,6 +167,7 @@ class Matched:
         return [None] * len(self.trees[0])
 
     @property
+    @_torch.outside_function_modes()
     def differentiated(self) -> bool:
         """Whether operations on the tensors may be differentiated.
 

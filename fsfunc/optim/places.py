@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from fsfunc import _torch
+from fsfunc._torch.fake_results import fakes_like
 from fsfunc.runtime.host_copies import wait_for
 from fsfunc.runtime.memory_spaces import (
     Offloaded,
@@ -199,19 +200,32 @@ def step_memory_like(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     return torch.empty_like(x, dtype=dtype, memory_format=dense, requires_grad=False)
 
 
-def state_memory_like(
-    x: Tensor, dtype: torch.dtype | None = None, *, zeros: bool = False
-) -> Tensor:
+def state_memory_like(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     """Returns memory like ``x`` for a part of an optimizer's state.
 
     On the device of ``x``, or in the store that `init_state` was told for moments.
     """
     store, device = moments_store(), computing_device(x)
     if store is None:
-        make = torch.zeros_like if zeros else torch.empty_like
-        return make(x, dtype=dtype, device=device, requires_grad=False)
-    memory = store.empty(x.numel(), dtype or x.dtype, device).view(x.shape)
-    return memory.zero_() if zeros else memory
+        return torch.empty_like(x, dtype=dtype, device=device, requires_grad=False)
+    return store.empty(x.numel(), dtype or x.dtype, device).view(x.shape)
+
+
+def state_zeros_like(
+    tensors: Sequence[Tensor], dtypes: Sequence[torch.dtype | None]
+) -> list[Tensor]:
+    """Returns zeros like each of ``tensors``, in memory of `state_memory_like`."""
+    pairs = list(zip(tensors, dtypes, strict=True))
+    if moments_store() is not None:
+        return [state_memory_like(x, dtype).zero_() for x, dtype in pairs]
+    if (fakes := fakes_like(tensors, dtypes)) is not None:
+        return fakes
+    return [
+        torch.zeros_like(
+            x, dtype=dtype, device=computing_device(x), requires_grad=False
+        )
+        for x, dtype in pairs
+    ]
 
 
 def state_zeros(

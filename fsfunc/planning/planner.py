@@ -269,15 +269,21 @@ def _run_step(
 
 
 def _check_devices(values: PyTree) -> None:
-    for x in tree.leaves(values):
-        if isinstance(x, Tensor):
-            fake_modes.check_device(_torch.device_of(x))
+    leaves = tree.leaves(values, is_leaf=is_sharded)
+    tensors = [x for x in leaves if isinstance(x, Tensor)]
+    devices = {x.device for x in leaves if isinstance(x, Sharded)}
+    for device in devices.union(map(_torch.device_of, tensors)):
+        fake_modes.check_device(device)
 
 
 def _leaves(
     args: Sequence[PyTree],
 ) -> Iterator[tuple[PlannedLeaf, list[Tensor]]]:
-    """Yields each tensor among the arguments, and the tensors of its memory."""
+    """Yields each tensor among the arguments, and the tensors of its memory.
+
+    Those of a packed buffer come with the first leaf that lies in it.
+    """
+    packed_bytes: dict[int, dict[int, int]] = {}  # by buffer and layout, of the part
     for i, value in enumerate(args):
         head = "" if i == 0 else "batch" if i == 1 else f"argument {i}"
         paths, leaves, _ = tree.flatten_with_paths(value, is_leaf=is_sharded)
@@ -291,15 +297,20 @@ def _leaves(
             flat_layout = None if layout is None else layout.flat
             unit = "" if flat_layout is None else flat_layout.buffer.partition(":")[0]
             if shard is not None and layout is not None:  # one of several in a buffer
-                index = [id(m) for m in shard.members].index(id(layout))
-                start, stop = shard.ranges[index]
-                size = (stop - start) * shard.flat.element_size()
-                tensors = [shard.flat, *([] if shard.whole is None else [shard.whole])]
+                tensors = []
+                if id(shard) not in packed_bytes:
+                    width = shard.flat.element_size()
+                    packed_bytes[id(shard)] = {
+                        member: (stop - start) * width
+                        for member, (start, stop) in shard.spans.items()
+                    }
+                    wholes = [] if shard.whole is None else [shard.whole]
+                    tensors = [shard.flat, *wholes]
+                size, shape = packed_bytes[id(shard)][id(layout)], layout.shape
             else:
                 local = x.local if isinstance(x, Sharded) else x
                 size = local.numel() * local.element_size()
-                tensors = [local]
-            shape = tuple(int(n) for n in x.shape)
+                tensors, shape = [local], tuple(map(int, x.shape))
             yield PlannedLeaf(path, kind, shape, x.dtype, size, layout, unit), tensors
 
 
