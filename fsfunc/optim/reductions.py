@@ -237,13 +237,14 @@ def tensors_by_axes(
     note_summed((x for x in leaves if not is_sharded(x)), "a sum over a tree")
     (buffers,) = flat_buffers([leaves])
     groups: dict[Spread, list[Tensor]] = {}
-    dtype = torch.float32
+    dtypes = {torch.float32: None}  # each once, as a model has few
     for tensor, (positions, _) in zip(buffers.tensors, buffers.groups, strict=True):
         first = leaves[positions[0]]
         axes = tuple(sorted(first.layout.axes)) if is_sharded(first) else None
         tensor = as_rank_local(tensor) if axes is None else tensor
         groups.setdefault(axes, []).append(tensor)
-        dtype = torch.promote_types(dtype, tensor.dtype)
+        dtypes[tensor.dtype] = None
+    dtype = functools.reduce(torch.promote_types, dtypes)
     return sorted(groups.items(), key=lambda group: group[0] or ()), dtype
 
 
@@ -263,7 +264,8 @@ def combine(
     """Applies ``reduce`` to 0-dim tensors, moved to one device; 0 for none."""
     if not numbers:
         return torch.zeros((), dtype=dtype, device=device)
-    return reduce(torch.stack([x.to(device) for x in numbers]))
+    there = [x if x.device == device else x.to(device) for x in numbers]
+    return reduce(torch.stack(there))
 
 
 _MAX = LinearMap("pmax", to="I")  # of each rank's own number: one value on all
