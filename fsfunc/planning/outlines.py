@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from fractions import Fraction
@@ -32,6 +32,7 @@ from fsfunc.planning.candidates import (
     stages_of,
 )
 from fsfunc.planning.cost_model import collective_seconds
+from fsfunc.planning.left_out_calls import KEPT
 from fsfunc.planning.machines import Hardware
 from fsfunc.planning.stacks import DATA, NODE, PIPE, Stack
 from fsfunc.state.layout_rules import axes_of
@@ -128,6 +129,7 @@ class Outlines:
 
     Attributes:
         saved: bytes that all units save for their backward.
+        planned_calls: the unit calls that a plan of one pass runs.
     """
 
     calls: tuple[TracedCall, ...]
@@ -149,6 +151,9 @@ class Outlines:
         self.calls, self.rows = program.calls, rows
         self.params, self.moments, self.hardware = params, moments, hardware
         self.saved: int = sum(call.activations for call in self.calls)
+        # Of equal layers in a row a plan without a pipeline runs the outermost alone.
+        kinds = Counter((c.name, c.flops, c.weights) for c in self.calls)
+        self.planned_calls: int = sum(min(n, 2 * KEPT) for n in kinds.values())
         self._shares_by_owners: dict[tuple[int, ...], list[_Share]] = {}
         self._outlines: dict[Stack, Outline] = {}
 
@@ -203,10 +208,10 @@ class Outlines:
             self._peak_bytes(stack, rank, share, recompute_factor > 1, *counts)
             for rank, *counts in held
         )
-        rounds = min(stack.accumulate, _ROUNDS)
+        calls = min(stack.accumulate, _ROUNDS) * self.planned_calls
         if n_stage_ranks > 1:  # those that are like the one before are not run
             rounds = min(stack.microbatches, 2 * n_stage_ranks + _ROUNDS)
-        calls = rounds * len(self.calls)
+            calls = rounds * len(self.calls)
         return Outline(seconds + beside, peak_bytes, calls, device_seconds + beside)
 
     def shares_of(self, stack: Stack) -> list[float]:
