@@ -736,6 +736,37 @@ def test_views_are_made_below_a_mode():
     assert outer.answers == [True] and asked.answers == [False], effect
 
 
+def test_many_fake_tensors_are_made_as_torch_makes_each():
+    mode = fake_modes.fake_mode_of([])
+    effect = breaks("moments of a recorded step have other shapes")
+    with mode:
+        given = [torch.ones(2, 3), torch.ones(()), torch.ones(0, 2).int()]
+        wanted = [None, torch.bfloat16, torch.float64]
+        made = fake_results.fakes_like(given, wanted)
+        assert made is not None, effect
+        for x, dtype, y in zip(given, wanted, made, strict=True):
+            check_alike(y, torch.empty_like(x, dtype=dtype), mode, given, effect)
+            assert not y.requires_grad and _torch.storage_key(y) != _torch.storage_key(
+                x
+            )
+        # torch makes them where these differ from that, or somebody is to see it.
+        for odd in (given[0].t(), given[0].expand(4, 2, 3), given[0].bfloat16().conj()):
+            answer = fake_results.fakes_like([given[0], odd], [None, None])
+            assert (answer is None) == (not odd.is_contiguous()), effect
+        with Watch():
+            assert fake_results.fakes_like(given, wanted) is None, effect
+        per_row = lambda x: x if fake_results.fakes_like([x], [None]) is None else None  # noqa: E731
+        assert torch.func.vmap(per_row)(given[0]) is not None, effect
+        assert fake_results.fakes_like([], []) is None
+    real = torch.ones(2)
+    assert fake_results.fakes_like([real], [None]) is None
+    assert fake_results.fakes_like(given, wanted) is None  # the mode is off
+    with mode:
+        assert fake_results.fakes_like([given[0], real], [None, None]) is None
+    with fake_modes.fake_mode_of([]):
+        assert fake_results.fakes_like(given, wanted) is None, effect
+
+
 def test_the_node_whose_backward_runs_is_known():
     def look(func):
         node = _torch.current_node()

@@ -26,6 +26,7 @@ from fsfunc._torch.dispatch import (
     outside_function_modes,
 )
 from fsfunc._torch.fake_tensors import device_of, fake_mode
+from fsfunc._torch.functorch import functorch_active
 from fsfunc._torch.internals import storage_key
 
 CPU = torch.device("cpu")
@@ -175,13 +176,14 @@ def fakes_like(
     if not tensors or dispatch_mode_count() != 1 or type(tensors[0]) is not FakeTensor:
         return None
     mode: Any = fake_mode()
-    if mode is None or torch._C._functorch.peek_interpreter_stack() is not None:
+    if mode is None or functorch_active():
         return None
     looks: list[Look] = []
     with outside_function_modes():
         for x, dtype in zip(tensors, dtypes, strict=True):
-            is_plain = type(x) is FakeTensor and x.fake_mode is mode
-            if not is_plain or x.fake_device != CPU or not x.is_contiguous():
+            if type(x) is not FakeTensor or x.fake_mode is not mode:
+                return None
+            if device_of(x) != CPU or not x.is_contiguous():
                 return None
             looks.append((tuple(x.shape), x.stride(), dtype or x.dtype))
         return new_fakes(mode, looks)  # type: ignore[return-value]
