@@ -26,7 +26,6 @@ from fsfunc._torch.dispatch import (
     outside_function_modes,
 )
 from fsfunc._torch.fake_tensors import device_of, fake_mode
-from fsfunc._torch.functorch import functorch_active
 from fsfunc._torch.internals import storage_key
 
 CPU = torch.device("cpu")
@@ -176,7 +175,7 @@ def fakes_like(
     if not tensors or dispatch_mode_count() != 1 or type(tensors[0]) is not FakeTensor:
         return None
     mode: Any = fake_mode()
-    if mode is None or functorch_active():
+    if mode is None:
         return None
     looks: list[Look] = []
     with outside_function_modes():

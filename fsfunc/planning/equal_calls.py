@@ -217,7 +217,8 @@ def _key(
             flags = x.requires_grad, x.is_leaf, recorder.path_of(x) is None
             kinds.append((*place, *flags, same, memory))
         elif type(x) in _PLAIN_TYPES:
-            kinds.append((type(x), x))
+            # -0.0 equals 0.0 and is another number; nan is the same, and equals none.
+            kinds.append((type(x), repr(x) if isinstance(x, float | complex) else x))
         else:  # such as a cache, or a number whose comparisons are observed
             return None
     autocast = [

@@ -1,5 +1,7 @@
 """A plan lays out a state by one call of each kind of unit call, as by all of them."""
 
+import math
+
 import pytest
 import torch
 from hypothesis import example, given, settings
@@ -39,6 +41,11 @@ def partial(p, x):  # reads one of its leaves
 @unit("branches")
 def branches(p, x, how=False, scale=1.0):
     return x @ p["w"] * scale if how else x + p["b"]
+
+
+@unit("signed")
+def signed(p, x, zero):
+    return x @ p["w"] if math.copysign(1.0, zero) < 0 else x + p["b"]
 
 
 @unit("outer")
@@ -83,6 +90,8 @@ CALLS = {
     "not": branches,
     "off": lambda p, x: branches(p, x, how=False),
     "scale": lambda p, x: branches(p, x, how=True, scale=2.0),
+    "minus": lambda p, x: signed(p, x, -0.0),
+    "plus": lambda p, x: signed(p, x, 0.0),
     "outer": outer,
     "two": lambda p, x: two(p, x)[0] + two(p, x)[1],
     "random": random,
@@ -180,6 +189,7 @@ def test_equal_bodies_run_once_to_lay_out_a_state():
     assert ran(["linear", "linear"]) == 2 + 10
     assert ran(["linear", "how", "not", "scale"]) == 2 + 3 + 20
     assert ran(["how", "off"]) == 2 + 1 + 10  # one structure, two values
+    assert ran(["linear", "minus", "plus"]) == 2 + 2 + 15  # equal, and two numbers
     assert ran(["linear"], every_microbatch=True) == 5 + 5
 
 
