@@ -209,6 +209,11 @@ class _CountedLink:
             work = self._link.start(op, x, where, **options)
         return _CountedTransfer(work, self, result_memory, x)
 
+    def send(self, x: Tensor, where: RankGroup, to: int, name: str = "") -> Handle:
+        # Processes of one host copy it to memory that they share and reuse.
+        with self._paused():
+            return self._link.send(x, where, to, name)
+
     def receive(
         self, like: Tensor, where: RankGroup, source: int, name: str = ""
     ) -> Handle:

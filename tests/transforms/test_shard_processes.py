@@ -56,12 +56,13 @@ SCHEMES = {
         },
         "zb_v, zero=0": {
             "order": ("pipeline", "shard"), "schedule": S.zb_v, "zero": 0,
+            "planned": True,
         },
         "interleaved, zero=2": {
             "order": ("pipeline", "shard"), "schedule": S.interleaved_1f1b, "zero": 2,
+            "planned": True,
         },
-        # Not planned: what is held at once depends on when other ranks' parts arrive.
-        "1f1b, zero=0": {"order": ("pipeline", "shard"), "zero": 0},
+        "1f1b, zero=0": {"order": ("pipeline", "shard"), "zero": 0, "planned": True},
         "accumulated": {"order": ("pipeline", "accumulate", "shard"), "m": 2},
     },
 }  # fmt: skip
