@@ -12,8 +12,9 @@ MB are of a step, both ways and of all ranks: what the kernel counted, frames an
 and what must cross by the ledger (`rank.crossing`; a peer's by its closed form on
 gloo's rings). The rest is explained to the byte: 66 of headers a frame, of 1514 or an
 acknowledgement; gloo's 48 before a message, and 48 for each of the one or two notices
-of it; 1448 or less for what TCP sent twice. A row of ours of which nothing explains
-some bytes is marked, and the run fails.
+of it; 1448 or less for what TCP sent twice. Calls 1, 2, 4, 8 and so on, in which ranks
+compare what they have by a few messages more, and the next ones are left out. A row of
+ours of which nothing explains some bytes is marked, and the run fails.
 
 `link`: the seconds that those bytes take at the link's rate, under which no step comes.
 `estimate`: `ff.estimate` of the step's plan, on this machine as measured, with two

@@ -22,7 +22,9 @@ import fsfunc as ff
 from fsfunc.comm.ledgers import Record
 from fsfunc.planning.calibration import measure_hardware
 
-QUIET = 0.2  # seconds in which the last acknowledgements have gone
+# Seconds in which the last acknowledgements have gone, and what TCP sends again: of one
+# that comes late after its least timeout, 0.2.
+QUIET = 0.5
 LAST = 8  # steps whose mean loss is told
 # What a frame of 1514 bytes has for programs.
 PAYLOAD = (1514 - links.FRAME) / 1514
@@ -39,7 +41,8 @@ def train(task: dict[str, Any]) -> dict[str, Any]:
         made = COMPETITORS[name](stream)
         found[name] = _trained(made, stream, task["seconds"], every)
         window = max(every, task["window"])
-        found[name] |= _counted(made, stream, alone, window)
+        calls = len(found[name]["losses"]) + found[name]["steps"]
+        found[name] |= _counted(made, stream, alone, window, calls)
         if machine is not None and made.plan is not None and not stream.rank:
             plans = made.plan()
             seconds = {id(p): ff.estimate(p, machine).seconds for p in plans}
@@ -119,10 +122,26 @@ class Alone:
         return found
 
 
+def compares(call: int) -> bool:
+    """Whether ranks of fsfunc compare something in a step's n-th call.
+
+    In calls 1, 2, 4, 8 and so on their batches and states; in the call after, now and
+    then, their programs.
+    """
+    return any(not n & (n - 1) for n in (call, call - 1))
+
+
 def _counted(
-    made: Competitor, stream: Stream, alone: Alone, window: int
+    made: Competitor, stream: Stream, alone: Alone, window: int, calls: int
 ) -> dict[str, Any]:
-    """What a step sends: by the kernel, over the link, and by this rank's ledger."""
+    """What a step sends: by the kernel, over the link, and by this rank's ledger.
+
+    Of steps in which nothing is compared: those messages are in no ledger.
+    """
+    while any(compares(calls + i) for i in range(1, window + 1)):
+        stream.advance()
+        made.step()
+        calls += 1
     before = alone.counters()
     with ff.ledger() as log:
         for _ in range(window):

@@ -14,8 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import fsfunc as ff
-from fsfunc.comm.backends.channels import Channel
+from fsfunc.comm.backends.channels import Channel, Loan
 from fsfunc.comm.backends.neighbours import Disconnected, Neighbours
+from fsfunc.comm.backends.process_collectives import Pairs
 from fsfunc.comm.backends.shared_memory import (
     PAGE,
     SharedMemory,
@@ -335,3 +336,34 @@ def test_a_fork_gives_nothing_back():
         os._exit(not its_own)
     assert os.waitpid(child, 0)[1] == 0
     assert used() == 4 and x.eq(1).all()
+
+
+class NotedChannel:
+    """Notes calls of a channel to rank 1 of this host and rank 2 of another."""
+
+    def __init__(self):
+        self.by_rank, self.calls = {1: None}, []
+
+    def send_all(self, by_rank, *_):
+        self.calls.append(("send", *by_rank))
+        return []
+
+    def receive(self, into, rank, tag):
+        self.calls.append(("receive", rank))
+        return rank, None
+
+    def borrow(self, like, rank, tag, pool):
+        return Loan(*self.receive(like, rank, tag), like)
+
+
+@pytest.mark.parametrize("op", ["psum", "psum_scatter", "all_gather"])
+def test_a_receive_from_another_host_is_posted_before_what_is_sent(op):
+    """Behind the data its notice would come late, and the other way be idle."""
+    channel, link = NotedChannel(), SimpleNamespace(dropped=[])
+    group = SimpleNamespace(size=3, index=0, ranks=(0, 1, 2), link=link)
+    signature = (op, (), ("data",), (3,), torch.float32, "")
+    record = SimpleNamespace(number=0, signature=signature)
+    pairs = Pairs(record, group, channel, BufferPool(), True, False)
+    exchange = pairs.start(op, torch.ones(3), None)
+    assert channel.calls == [("receive", 2), ("send", 1, 2), ("receive", 1)]
+    assert [rank for rank, _ in exchange.works] == [2, 1]

@@ -13,8 +13,8 @@ each host D (N-1)/N P here, (ND-1)/(ND) P by a ring, and (N-1)/N P in two levels
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -34,6 +34,7 @@ from fsfunc.comm.operations import OPERATIONS, SUM, Fold, Operation
 from fsfunc.comm.watch.watchdog import FlightRecord
 from fsfunc.runtime.memory import BufferPool
 
+_Received = TypeVar("_Received")
 # The dtypes that NCCL takes as they are.
 _NATIVE_DTYPES = {
     torch.float16, torch.bfloat16, torch.float32, torch.float64,
@@ -173,10 +174,6 @@ class Pairs:
     ) -> list[Work]:
         """Sends tensors by index along the axis; empty ones are not sent.
 
-        Call it before receives are posted: by gloo the later one of two ranks writes
-        its data within the send, under a lock that gloo's thread spins for, should the
-        other's data come meanwhile.
-
         Args:
             hop: 1 for the second half of a collective, whose tag is another one.
             answered: see `Channel.send`.
@@ -186,6 +183,25 @@ class Pairs:
         read_only = self.read_only and not hop
         return self.channel.send_all(by_rank, self._tag(hop), read_only, answered)
 
+    def _exchange_with(
+        self,
+        send: Callable[[], list[Work]],
+        sources: Iterable[int],
+        receive: Callable[[int], _Received],
+    ) -> tuple[list[Work], dict[int, _Received]]:
+        """Sends, and receives from indices: by gloo first, on this host last.
+
+        Gloo sends data once a notice says that they are to be received. Behind this
+        rank's own data, on their connection, the notice would come late, and until then
+        the other direction of a slow link would be idle. On this host a receive may
+        copy what has come already, for which the others need not wait.
+        """
+        by_gloo = [r for r in sources if self.ranks[r] not in self.channel.by_rank]
+        received = {r: receive(r) for r in by_gloo}
+        works = send()
+        received |= {r: receive(r) for r in sources if r not in received}
+        return works, received
+
     def _swap(
         self,
         sent: Mapping[int, Tensor],
@@ -194,10 +210,13 @@ class Pairs:
         answered: bool = False,
     ) -> list[Work]:
         """Sends and receives by index along the axis; empty tensors are not sent."""
-        works, message_tag = self._send(sent, hop, answered), self._tag(hop)
-        got = {r: y for r, y in got.items() if y.numel() and r != self.me}
-        receive, ranks = self.channel.receive, self.ranks
-        return [receive(y, ranks[r], message_tag) for r, y in got.items()] + works
+        channel, message_tag = self.channel, self._tag(hop)
+        works, received = self._exchange_with(
+            lambda: self._send(sent, hop, answered),
+            [r for r, y in got.items() if y.numel() and r != self.me],
+            lambda r: channel.receive(got[r], self.ranks[r], message_tag),
+        )
+        return [*received.values(), *works]
 
     def _buffer(self, x: Tensor, shape: Sequence[int] | None = None) -> Tensor:
         """Returns a buffer like ``x``, by default of its shape."""
@@ -208,10 +227,13 @@ class Pairs:
         self, sent: Mapping[int, Tensor], like: Tensor
     ) -> tuple[list[Work], dict[int, Loan]]:
         """Sends parts by index, and borrows those of the others, shaped ``like``."""
-        works, loans, message_tag = self._send(sent), {}, self._tag()
-        # Empty parts are not sent, so none is to be waited for.
-        for r in self.others if like.numel() else ():
-            loans[r] = self.channel.borrow(like, self.ranks[r], message_tag, self.pool)
+        channel, message_tag = self.channel, self._tag()
+        works, loans = self._exchange_with(
+            lambda: self._send(sent),
+            # Empty parts are not sent, so none is to be waited for.
+            self.others if like.numel() else (),
+            lambda r: channel.borrow(like, self.ranks[r], message_tag, self.pool),
+        )
         return [loan.work for loan in loans.values()] + works, loans
 
     def _reduce(
