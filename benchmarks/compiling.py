@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from compared.measuring import run_workers
-from compared.models import FULL, QUICK, Size
+from compared.models import FULL, TINY, Size
 from compared.report import number, table
 
 PAIRS = {  # ours, and the same model with each block compiled
@@ -75,13 +75,13 @@ def main(argv: list[str] | None = None) -> None:
     keys = chosen.only.split(",") if chosen.only else list(PAIRS)
     if unknown := [key for key in keys if key not in PAIRS]:
         parser.error(f"no pair {', '.join(unknown)}; there are {', '.join(PAIRS)}")
-    size = QUICK if chosen.quick else FULL
+    size = TINY if chosen.quick else FULL
     layers = chosen.layers or (1 if chosen.quick else size.layers)
     size = dataclasses.replace(size, layers=layers)
     names = dict.fromkeys(name for key in keys for name in PAIRS[key])
     found = {}
     for name in names:
-        kernels = not chosen.quick or name == "ours_jit_whole"
+        kernels = not chosen.quick or name == "ours_jit"
         found[name] = measure(name, size, again=chosen.again, kernels=kernels)
     rows, body = [], []
     for key in keys:

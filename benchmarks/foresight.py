@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -43,8 +44,13 @@ def name_of(scheme: dict[str, Any]) -> str:
     return zero + (" + remat" if scheme["remat"] else "")
 
 
-def occupied(size: Any, small: Any, ranks: int, rounds: int) -> list[dict[str, Any]]:
+def occupied(
+    size: Any, small: Any, ranks: int, rounds: int, pins: Iterable[bool] = PINNED
+) -> list[dict[str, Any]]:
     """Prints planned and resident bytes of one device and of each scheme on ``ranks``.
+
+    Args:
+        pins: whether malloc's threshold is pinned: each of these in turn.
 
     Returns:
         the rows.
@@ -54,7 +60,7 @@ def occupied(size: Any, small: Any, ranks: int, rounds: int) -> list[dict[str, A
     print(f"{'step':18}processes  malloc   planned  process  resident  ratio")
     for scheme in (SMALL, *SCHEMES):
         count = 1 if scheme["zero"] is None else ranks
-        for pinned in PINNED:
+        for pinned in pins:
             task = {"kind": "occupy", "patience": 300, "scheme": scheme, "ours": True}
             task |= {"rounds": rounds, "pinned": pinned}
 
@@ -95,8 +101,10 @@ def main(argv: list[str] | None = None) -> list[dict[str, Any]]:
     parser.add_argument("--json", type=Path, metavar="PATH")
     args = parser.parse_args(argv)
     size = QUICK if args.quick else FULL
-    rounds = 2 if args.quick else 5
-    memory = occupied(size, QUICK, args.ranks, rounds)
+    rounds = 1 if args.quick else 5
+    # In a rehearsal each process is a fork, whose malloc is that of the first.
+    pins = (True,) if args.quick else PINNED
+    memory = occupied(size, QUICK, args.ranks, rounds, pins)
     if args.memory:
         if args.json:
             args.json.write_text(json.dumps({"memory": memory}, indent=1))
@@ -107,7 +115,7 @@ def main(argv: list[str] | None = None) -> list[dict[str, Any]]:
         "size": vars(size),
         "schemes": SCHEMES,
         "seconds": 1.0 if args.quick else args.seconds,
-        "rounds": 2 if args.quick else args.rounds,
+        "rounds": 1 if args.quick else args.rounds,
         "warmup": 1 if args.quick else 3,
         "ours": True,
     }

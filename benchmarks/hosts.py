@@ -21,8 +21,8 @@ ours of which nothing explains some bytes is marked, and the run fails.
 levels. It counts on rings; fsfunc on gloo sends pair by pair, of which over all ranks
 without levels a third more crosses. Steps run one after another, not in turn: see the
 load beside.
-`--quick` is a rehearsal: one link, a second a step, no meaning in the times.
-`--bytes` counts bytes alone.
+`--quick` is a rehearsal: a tiny model, one link, a second a step, no meaning in the
+times. `--bytes` counts bytes alone, of the one model or the other.
 """
 
 from __future__ import annotations
@@ -44,6 +44,7 @@ from slow_link.links import NotAllowed, shape, two_hosts
 
 RANKS = 4
 SIZE = Size(256, 128, layers=4, heads=4, length=64, sequences=4)
+TINY = Size(256, 32, layers=4, heads=2, length=16, sequences=2)  # a layer each stage
 NOTICE = 48  # bytes of gloo's: before a message, and to say that it is asked for
 SEGMENT = 1448  # bytes at most that TCP sends at once
 
@@ -87,7 +88,9 @@ ROWS = (
 )
 
 
-def measure(rows: list[Row], mbit: float, hosts: list[str], **task: Any) -> list[dict]:
+def measure(
+    rows: list[Row], mbit: float, hosts: list[str], size: Size, **task: Any
+) -> list[dict]:
     """A record of each row, at one rate of the link."""
     shape(hosts, mbit)
     names = [row.key for row in rows]
@@ -97,7 +100,7 @@ def measure(rows: list[Row], mbit: float, hosts: list[str], **task: Any) -> list
             "kind": "train",
             "hosts": [hosts[rank // 2] for rank in range(RANKS)],
             "mbit": mbit,
-            "size": dataclasses.asdict(SIZE),
+            "size": dataclasses.asdict(size),
             "competitors": names,
             "patience": patience,
             **task,
@@ -205,11 +208,12 @@ def main(argv: list[str] | None = None) -> None:
     if chosen.bytes:
         how |= {"seconds": 0.0, "window": 1, "measuring": 0.0}
     given = " ".join(f"{k}={v}" for k, v in ENVIRONMENT.items())
-    print(f"GPT of {SIZE.parameters / 1e6:.2f}M parameters, {RANKS} processes, {given}")
+    size = TINY if chosen.quick else SIZE
+    print(f"GPT of {size.parameters / 1e6:.2f}M parameters, {RANKS} processes, {given}")
     try:
         with two_hosts() as hosts:
             for mbit in chosen.rates:
-                found = measure(chosen.rows, mbit, hosts, **how)
+                found = measure(chosen.rows, mbit, hosts, size, **how)
                 everything += found
                 print(f"\n{mbit:g} Mbit/s; loss after {how['seconds']:g} s")
                 print(render(chosen.rows, found), flush=True)

@@ -13,7 +13,7 @@ small         a small GPT on 2 ranks, of which every stack is planned
 small, none   the same in three quarters of the memory of the least
 ============  ==========================================================================
 
-`--quick` searches models of two layers on 8 ranks.
+`--quick` searches models of two layers on 8 ranks, and plans three stacks of each.
 """
 
 from __future__ import annotations
@@ -70,12 +70,13 @@ def search_large(
     )
 
 
-def search_small(memory: float | None = None) -> Search:
-    """Searches all stacks of a small GPT on two ranks."""
+def search_small(quick: bool, memory: float | None = None) -> Search:
+    """Searches all stacks of a small GPT on two ranks; if ``quick``, plans three."""
     loss_fn = functional_loss(QUICK, ff.unit, lambda block: block)
     batch = whole_batch(QUICK, 2)
     init = lambda: init_params(QUICK)  # noqa: E731
-    return search(loss_fn, ff.sharded_adam(1e-4), init, batch, 2, CPU, memory)
+    optimizer, plans = ff.sharded_adam(1e-4), 3 if quick else None
+    return search(loss_fn, optimizer, init, batch, 2, CPU, memory, plans=plans)
 
 
 def searches(quick: bool) -> dict[str, Callable[[], Search]]:
@@ -89,8 +90,8 @@ def searches(quick: bool) -> dict[str, Callable[[], Search]]:
         "175B": lambda: search_large(gpt, gpt_ranks, quick),
         "175B, none": lambda: search_large(gpt, gpt_ranks, quick, little),
         "175B, pipes": lambda: search_large(gpt, pipes, quick),
-        "small": search_small,
-        "small, none": lambda: search_small(1.5e6),
+        "small": lambda: search_small(quick),
+        "small, none": lambda: search_small(quick, 1.5e6),
     }
 
 

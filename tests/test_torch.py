@@ -395,6 +395,28 @@ def test_modes_are_seen():
         assert _torch.saved_tensors_hooked(), breaks(effect)
 
 
+def test_what_autograd_saves_is_shown_to_no_hooks_from_outside():
+    effect = "a check on shapes within a unit is taken for what the unit saves"
+    x, packed = torch.ones(2, requires_grad=True), []
+
+    def pack(value):
+        packed.append(value)
+        return value
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda value: value):
+        with _torch.outside_saved_tensors_hooks():
+            hidden = x * x
+        assert not packed, breaks(effect)
+        x * x
+    assert len(packed) == 2 and hidden.sum().backward() is None
+    torch.func.grad(lambda x: _hidden_square(x).sum())(x.detach())  # forbids hooks
+
+
+def _hidden_square(x):
+    with _torch.outside_saved_tensors_hooks():
+        return x * x
+
+
 def test_fake_tensors_say_what_they_are():
     assert not _torch.fake_active()
     mode = fake_modes.fake_mode_of([])

@@ -25,8 +25,11 @@ IMPORTED = (  # what programs and their workers import, once for all of them
     "compared.ours_split",
     "compared.peers_pipelined",
     "compared.peers_split",
-    "torch._dynamo",
+    "fsfunc.transforms.compilation",
+    "slow_link.rank",
+    "torch._inductor.compile_fx",
     "torch.distributed.checkpoint",
+    "torch.distributed.tensor.experimental",
 )
 PR_SET_PDEATHSIG = 1  # Linux prctl
 _rehearsing = False
@@ -39,9 +42,19 @@ def prepare() -> None:
     os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
     for name in IMPORTED:
         importlib.import_module(name)
+    _compile_once()
     gc.collect()
     gc.freeze()  # or each fork would end by looking through all of it: a second
     _rehearsing = True
+
+
+def _compile_once() -> None:
+    """Compiles a function, so that what torch imports and makes then is there."""
+    import torch
+
+    x = torch.ones(2, 2, requires_grad=True)
+    torch.compile(lambda x: (x @ x).sum(), backend="aot_eager")(x).backward()
+    torch.compiler.reset()
 
 
 def rehearsing() -> bool:
@@ -56,9 +69,13 @@ class Fork:
         args: its path, and its arguments.
         environment: its variables.
         out: the file to which it writes, standard error too.
+
+    Attributes:
+        processor_seconds: what it used, with the processes that it began and awaited.
     """
 
     returncode: int | None = None
+    processor_seconds: float = 0.0
 
     def __init__(self, args: Sequence[str], environment: Mapping[str, str], out: Path):
         sys.stdout.flush()  # or the fork would write it once more
@@ -69,8 +86,9 @@ class Fork:
 
     def poll(self) -> int | None:
         if self.returncode is None:
-            pid, status = os.waitpid(self.pid, os.WNOHANG)
+            pid, status, used = os.wait4(self.pid, os.WNOHANG)
             if pid:
+                self.processor_seconds = used.ru_utime + used.ru_stime
                 self.returncode = os.waitstatus_to_exitcode(status)
         return self.returncode
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import statistics
 import subprocess
 import sys
@@ -55,17 +56,20 @@ def run_workers(task: dict[str, Any], *, ranks: int, timeout: float) -> list[Any
         WorkerFailed: a worker raised or `timeout` seconds have passed; with the end of
             what the first failing rank wrote.
     """
-    with tempfile.TemporaryDirectory() as folder:
-        workers = [
-            _start({**task, "rank": r, "ranks": ranks, "folder": folder})
-            for r in range(ranks)
-        ]
-        try:
-            return _collect(workers, folder, time.monotonic() + timeout, task)
-        finally:
-            for worker in workers:
-                worker.kill()
-                worker.wait()
+    # Not a TemporaryDirectory, which a fork that fails would remove as it ends.
+    folder = tempfile.mkdtemp()
+    workers: list[Worker] = []
+    try:
+        for rank in range(ranks):
+            workers.append(
+                _start({**task, "rank": rank, "ranks": ranks, "folder": folder})
+            )
+        return _collect(workers, folder, time.monotonic() + timeout, task)
+    finally:
+        for worker in workers:
+            worker.kill()
+            worker.wait()
+        shutil.rmtree(folder)
 
 
 class Worker(Protocol):

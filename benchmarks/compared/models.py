@@ -9,7 +9,7 @@ losses can be compared.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -56,6 +56,7 @@ class Size:
 
 FULL = Size(4096, 256, layers=8, heads=8, length=256, sequences=4)
 QUICK = Size(256, 64, layers=3, heads=4, length=32, sequences=2)
+TINY = replace(QUICK, width=32, length=16)
 SHAPES = {  # beside FULL, for what it might hide
     "small units": Size(512, 64, layers=32, heads=4, length=64, sequences=4),
     "large units": Size(4096, 768, layers=2, heads=12, length=128, sequences=2),

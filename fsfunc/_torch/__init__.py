@@ -99,6 +99,7 @@ from fsfunc._torch.graph import (
     next_sequence_number,
     norms_are_near,
     output_shape,
+    outside_saved_tensors_hooks,
     reaches_leaves,
     reverse_mode_around,
     saved_handles,

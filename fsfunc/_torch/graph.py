@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.autograd.graph import Node
+from torch.autograd.graph import Node, saved_tensors_hooks
 
 from fsfunc._torch.dispatch import beneath_all_modes
 from fsfunc._torch.internals import storage_key
@@ -135,6 +136,17 @@ def saved_tensors_hooked() -> bool:
     """Returns whether ``saved_tensors_hooks`` are on in this thread."""
     autograd: Any = torch._C._autograd  # type: ignore[attr-defined]
     return autograd._top_saved_tensors_default_hooks(True) is not None
+
+
+@contextmanager
+def outside_saved_tensors_hooks() -> Iterator[None]:
+    """Inside, no ``saved_tensors_hooks`` that were on see what autograd saves."""
+    if not saved_tensors_hooked():  # torch.func forbids hooks, and these too
+        yield
+        return
+    # Torch asks the innermost hooks alone.
+    with saved_tensors_hooks(lambda x: x, lambda x: x):
+        yield
 
 
 class _Inspecting(threading.local):

@@ -183,13 +183,6 @@ class HuggingFaceStep:
     def __call__(self, mesh: Mesh) -> tuple[Any, ...]:
         """Returns what a script's build(mesh) returns."""
         axes = self.axes(mesh)
-        if axes.tensor and not (axes.data or axes.stages):
-            # Without shard around it a recompute of split layers keeps other values.
-            split = f"{axes.tensor}={mesh.axes[axes.tensor]}"
-            raise Refused(
-                f"the axis {axes.tensor} splits layers, and no axis cuts the batch: "
-                f"add one of size 1, --mesh data=1,{split}"
-            )
         model = self._model(axes)
         step: Callable[..., Any] = model.optimizer(value_and_grad(model.loss_fn))
         step = remat(step) if self.options.remat else step

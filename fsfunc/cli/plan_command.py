@@ -71,7 +71,13 @@ def add_plan(commands: Commands) -> None:
         ],
     )
     parser.set_defaults(run=_run_plan, parser=parser, takes_script=True)
-    add = parser.add_argument
+    _add_step_options(parser.add_argument)
+    _add_estimate_options(parser.add_argument)
+    _add_output_options(parser.add_argument)
+
+
+def _add_step_options(add: Callable[..., object]) -> None:
+    """Adds what is planned, and on which meshes, to a parser's ``add_argument``."""
     add(
         "script",
         type=Path,
@@ -95,6 +101,10 @@ def add_plan(commands: Commands) -> None:
         help=f"{MESH_HELP}; given again, the script is planned on each; "
         f"{ANY_MESH_HELP}",
     )
+
+
+def _add_estimate_options(add: Callable[..., object]) -> None:
+    """Adds what a step's time is estimated from."""
     names = ", ".join(known.name for known in machines.GIVEN)
     add(
         "--hardware",
@@ -109,12 +119,16 @@ def add_plan(commands: Commands) -> None:
         help="the generation of FlashAttention: 1, 2 or 3; or the version of torch, or "
         "the year, that says which one it was (default: the hardware's likeliest)",
     )
-    add("--rank", type=int, metavar="R", help="the rank to show (default: 0)")
     add(
         "--search",
         action="store_true",
         help="with --hf: the stacks of transforms that are fastest there, and fit",
     )
+
+
+def _add_output_options(add: Callable[..., object]) -> None:
+    """Adds what of a plan is shown, and where it is written."""
+    add("--rank", type=int, metavar="R", help="the rank to show (default: 0)")
     add("--memory", action="store_true", help="show the memory over the step")
     add("--streams", action="store_true", help="show what the estimate does when")
     add("--png", type=Path, metavar="DIR", help="draw memory and streams there")

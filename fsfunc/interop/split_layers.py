@@ -264,8 +264,10 @@ class SplitModule:
     def _check(
         self, signature: Signature, ranks: int, dtypes: Mapping[str, torch.dtype]
     ) -> list[bool]:
-        # What transforms do to values is not for this run, which has none.
+        # What transforms do to values is not for this run, which has none: nor is it
+        # a part of what a unit saves for its backward.
         with (
+            _torch.outside_saved_tensors_hooks(),
             _torch.outside_modes(),
             _torch.outside_function_modes(),
             _torch.beneath_functorch(),

@@ -360,7 +360,10 @@ def _prefixes(path: str) -> list[str]:
 
 def block_of(x: Tensor, layout: Layout, source: GivenLeaves) -> Sharded:
     """Returns this rank's block of a whole tensor; nothing, where others own it."""
-    rank_coordinates = here().mesh.coordinates()
+    # Named by its rank, which no plan notes as read: ranks run one program on blocks of
+    # one shape, and a pipeline itself says that its stages do not.
+    rank_here = here()
+    rank_coordinates = rank_here.mesh.coordinates(rank_here.rank)
     coordinates = {a: rank_coordinates[a] for a in layout.axes}
     if layout.block(coordinates) is None:
         return Sharded(source.empty(0, layout.dtype, x), layout)

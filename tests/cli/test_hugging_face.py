@@ -150,13 +150,25 @@ def test_axes_of_other_names_are_told(config):
     assert "model=2 cuts the batch" in crossed["model"]["lines"]["axes"]
 
 
+@pytest.mark.parametrize("passed", [[], ["--no-remat"]])
+def test_layers_are_split_where_no_axis_cuts_the_batch(passed, config):
+    """As beside an axis of one rank: the step sends and computes the same."""
+    alone, beside = (
+        plan_facts(config(), axes, *passed) for axes in ("model=2", "data=1,model=2")
+    )
+    sent, expected = (
+        [p["collectives"] for p in facts["programs"]] for facts in (alone, beside)
+    )
+    assert alone["flops"] == beside["flops"] and sent == expected
+    assert all({tuple(c["axes"]) for c in each} == {("model",)} for each in sent)
+
+
 AXES_REFUSED = {
     "dtaa=2": ([], 'axis dtaa .*did you mean "data".* model splits layers'),
     "data=2,tp=2": ([], "axis tp .*--tensor tp"),
     "pipes=2": ([], 'did you mean "pipe"'),
     "data=2": (["--tensor", "dat"], 'no axis dat .did you mean "data"'),
     "data=2,model=2": (["--data", "data,model", "--tensor", "model"], "by --data and"),
-    "model=2": ([], "--mesh data=1,model=2"),
     "node=2": ([], "whole copies of what an axis of the data shards"),
     "data=2,pipe=2": (["--sequences", "2"], "cut into 8 microbatches"),
 }

@@ -256,13 +256,15 @@ def over_data(step):
 
 TRANSFORMS = {
     "no shard": (lambda step, mesh: step, {"model": 2}),
+    "remat": (lambda step, mesh: ff.remat(step), {"model": 2}),
     "zero=3": (lambda step, mesh: ff.shard(step, mesh, "data", zero=3), None),
     "zero=3 remat": (lambda step, mesh: ff.shard(ff.remat(step), mesh, "data", zero=3),
         None),
     "pipeline": (lambda step, mesh: ff.pipeline(step, mesh, "pipe", n_microbatches=2),
         {"pipe": 2, "model": 2}),
 }  # fmt: skip
-CASES = [("llama", "no shard"), ("llama", "zero=3 remat"), ("biases", "pipeline")]
+CASES = [("llama", how) for how in ("no shard", "remat", "zero=3 remat")]
+CASES += [("biases", "pipeline")]
 CASES += [(name, "zero=3") for name in MODELS if name != "tied"]  # as logits are
 
 
