@@ -49,6 +49,7 @@ from fsfunc._torch.dispatch import (
     is_rounded,
     is_view,
     makes_memory,
+    modes_around,
     modes_of_ranks,
     outside_function_modes,
     outside_modes,

@@ -122,6 +122,22 @@ def outside_function_modes() -> Iterator[None]:
             torch.overrides._push_mode(mode)  # type: ignore[attr-defined]
 
 
+def modes_around() -> tuple[Any, ...]:
+    """Returns the modes, hooks and flags by which equal functions do other things."""
+    autograd, cuda = torch._C._autograd, torch.backends.cuda  # type: ignore[attr-defined]
+    flags = (
+        torch.are_deterministic_algorithms_enabled(), cuda.flash_sdp_enabled(),
+        cuda.mem_efficient_sdp_enabled(), cuda.math_sdp_enabled(),
+        cuda.cudnn_sdp_enabled(),
+    )  # fmt: skip
+    return (
+        tuple(torch.overrides._get_current_function_mode_stack()),  # type: ignore[attr-defined]
+        tuple(torch.utils._python_dispatch._get_current_dispatch_mode_stack()),  # type: ignore[attr-defined]
+        autograd._top_saved_tensors_default_hooks(True),
+        flags,
+    )
+
+
 # The part of the compiler that decides which frames of Python it compiles.
 _eval_frame: Any = torch._C._dynamo.eval_frame  # type: ignore[attr-defined]
 

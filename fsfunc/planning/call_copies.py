@@ -157,6 +157,10 @@ class _Writer:
             its place there.
         buffers: by run and call, the names of the buffers that it reads.
         written_at: by section, how many events were written before it.
+        new_storages, new_transfers: made by copies, and not freed or awaited so far.
+        freed: all storages that were freed.
+        left_to_copies: those that stood for something, and were freed as nothing else
+            stood for it: copies have to free them.
     """
 
     def __init__(self, noted: Noted, storage_count: int, transfer_count: int):
@@ -173,6 +177,8 @@ class _Writer:
         self.written_at: list[int] = []
         self.new_storages: set[int] = set()
         self.new_transfers: set[int] = set()
+        self.freed: set[int] = set()
+        self.left_to_copies: set[int] = set()
         self._next_record = 0  # in the records of the plan as it was
         self._templates: dict[tuple[_Calls, int], _Template] = {}
         self._find_sections()
@@ -189,11 +195,13 @@ class _Writer:
             if kind is CallBegan:
                 section.stop = place
                 key = event.run, event.is_backward
-                is_over = event.index == (-1 if event.is_backward else event.count)
+                is_over = event.index == event.count
                 is_first = event.index == (event.count - 1 if event.is_backward else 0)
                 if is_first:
                     open_calls[key] = _Calls(event.run, event.count, event.is_backward)
-                calls = None if is_over else open_calls[key]
+                calls = None if is_over else open_calls.get(key)
+                if calls is None and not is_over:
+                    raise UnlikeCalls("a backward did not come by the last call")
                 section = _Section(calls, event.index, place)
                 if calls is not None:
                     calls.sections[event.index] = section
@@ -241,7 +249,8 @@ class _Writer:
                     raise UnlikeCalls("a call did something else than those before it")
                 self._write(section, template.renamed(self, section.index, section))
         self.records += self.noted.records[self._next_record :]
-        if self.new_storages or self.new_transfers:
+        kept = self.left_to_copies - self.freed
+        if kept or self.new_storages or self.new_transfers:
             raise UnlikeCalls("a call keeps what nothing stands for")
 
     def written(self) -> Noted:
@@ -283,6 +292,9 @@ class _Writer:
         for event in events:
             kind = type(event)
             if kind is Freed:
+                if event.storage in self.freed:
+                    raise UnlikeCalls("a call frees what another one has freed")
+                self.freed.add(event.storage)
                 self.new_storages.discard(event.storage)
             elif kind is Waited:
                 self.new_transfers.discard(event.number)
@@ -293,9 +305,10 @@ class _Writer:
         calls = section.calls
         assert calls is not None
         for event in self._events_of(section):
-            # Of what stood for something of the call, and what the copy frees too.
+            # Of what stood for something of the call: a copy frees it, too.
             if not (type(event) is Freed and self._is_reserved(event.storage)):
                 raise UnlikeCalls("something is done between calls")
+            self.left_to_copies.add(event.storage)
         template = self._template(
             calls,
             calls.left_out.start - 1 if not calls.is_backward else calls.left_out.stop,
@@ -382,7 +395,7 @@ class _Template:
             self.references.append((place, kind, name, event[1:]))
             deed: tuple[Hashable, ...] = kind, name
             if kind is Allocated:
-                deed += event[1:]
+                deed += *event[1:], writer.kinds.get(event[0])
             elif kind is Started:
                 deed += event[1:3]
                 record = event.record

@@ -24,9 +24,10 @@ from torch import Tensor
 
 from fsfunc import _torch, tree
 from fsfunc._torch.fake_results import CPU, Look, new_fakes
+from fsfunc.comm.attribution import source_line
 from fsfunc.core.execution_context import running
 from fsfunc.core.units import Call
-from fsfunc.sharded.leaf import is_sharded
+from fsfunc.sharded.leaf import Sharded, is_sharded
 from fsfunc.tracing.groups import EqualRun
 from fsfunc.tracing.recorder import Recorder
 from fsfunc.tracing.steadiness import NumbersGiven
@@ -56,19 +57,27 @@ class _Seen(NamedTuple):
 
     Args:
         number: of the call in its loss; ``key``: decides what its body does, if known.
+        around: what else decides what the call does; ``line``: that which makes it, as
+            the ledger names it.
         taken: the paths of its parameters; None for what is no leaf of the state.
         given: the leaves of its inputs and keywords; ``returned``: those of its result.
     """
 
     number: int
     key: Hashable | None
+    around: tuple[Any, ...]
+    line: str
     taken: list[str | None]
     given: list[Leaf]
     returned: list[Leaf]
 
     def link(self, after: _Seen, recorder: Recorder) -> dict[int, int] | None:
         """Returns the `EqualRun.links` to the next call; None if that is not equal."""
-        if self.key is None or self.key != after.key:
+        # A call between them that raised has a number, and is not among those seen.
+        is_next = self.number + 1 == after.number
+        is_equal = self.line == after.line and self.around == after.around
+        is_equal = is_equal and self.key is not None and self.key == after.key
+        if not (is_next and is_equal):
             return None
         place_of = {id(y): i for i, y in enumerate(self.returned)}
         links: dict[int, int] = {}
@@ -144,11 +153,15 @@ class EqualCalls:
         if recorder is not self._recorder:
             self._recorder, self._seen = recorder, []
         self._key = None
+        around = call.frame.compiler, *_torch.modes_around()
         out = run(params, *inputs, **keywords)
         given = tree.leaves((inputs, keywords), is_leaf=is_sharded)
         returned = tree.leaves(out, is_leaf=is_sharded)
         taken = [recorder.path_of(x) for x in tree.leaves(params, is_sharded)]
-        self._seen.append(_Seen(call.number, self._key, taken, given, returned))
+        seen = _Seen(
+            call.number, self._key, around, source_line(), taken, given, returned
+        )
+        self._seen.append(seen)
         return out
 
     def runs_of(self, recorder: Recorder) -> tuple[EqualRun, ...]:
@@ -182,7 +195,8 @@ class EqualCalls:
         # What is asked here of tensors is no read of the body's, which a mode records.
         with _torch.outside_function_modes():
             key = self._key = _key(recorder, call, arguments, leaves)
-        if key is None:
+        # What a body does with parts that know their layouts is more than is noted.
+        if key is None or any(map(is_sharded, leaves)):
             return run()
         if key not in self._noted:
             before = _counts(recorder)
@@ -206,7 +220,10 @@ def _key(
     if f.path or f.composable or _torch.functorch_active():
         return None
     mode, first, kinds = _torch.fake_mode(), {}, []
-    for i, x in enumerate(leaves):
+    for i, leaf in enumerate(leaves):
+        x, layout = leaf, None
+        if isinstance(leaf, Sharded) and leaf.packed is None:
+            x, layout = leaf.local, leaf.layout
         if isinstance(x, Tensor):
             if not _is_plain(x) or getattr(x, "fake_mode", None) is not mode:
                 return None
@@ -215,7 +232,7 @@ def _key(
             memory = first.setdefault(-_torch.storage_key(x), i)
             place = x.shape, x.stride(), x.storage_offset(), x.dtype
             flags = x.requires_grad, x.is_leaf, recorder.path_of(x) is None
-            kinds.append((*place, *flags, same, memory))
+            kinds.append((*place, *flags, layout, same, memory))
         elif type(x) in _PLAIN_TYPES:
             # -0.0 equals 0.0 and is another number; nan is the same, and equals none.
             kinds.append((type(x), repr(x) if isinstance(x, float | complex) else x))

@@ -117,8 +117,8 @@ class CallBegan(NamedTuple):
 
     Args:
         run: identifies the run.
-        index: of the call in the run, from 0; ``count`` once the run is over, and -1
-            once its backward is.
+        index: of the call in the run, from 0; ``count`` once the run is over. Its
+            backward is over at some place in that of call 0.
         count: the number of calls in the run.
         is_backward: whether it is the backward that begins.
         buffers: the names of the packed buffers that the call reads.

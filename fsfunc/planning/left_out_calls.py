@@ -13,6 +13,7 @@ of a call needs something that stands for it: the gradient of its parameters, an
 state keeps gathered. Such tensors have numbers of their own, by `events.Reserved`.
 
 Where calls turn out to be unlike, `UnlikeCalls` is raised, and all of them are run.
+So they are where the step raises: a loss may have caught it, and gone on without.
 """
 
 from __future__ import annotations
@@ -141,6 +142,7 @@ class LeftOutCalls:
     Attributes:
         buffers: the buffers of calls that are left out.
         is_used: whether there are marks of calls among the events.
+        refused: the first `UnlikeCalls` that was raised; a loss may have caught it.
     """
 
     def __init__(self, observer: CallsObserver, runs: Iterable[EqualRun]):
@@ -149,7 +151,24 @@ class LeftOutCalls:
         self.observer = observer
         self.buffers: set[str] = set()
         self.is_used = False
+        self.refused: UnlikeCalls | None = None
         self._pass: _Pass | None = None
+        self._runs_left_out: set[int] = set()
+        # The calls that were left out whose backward has to come.
+        self._awaited: set[tuple[_Pass, int]] = set()
+
+    def refusal(self, text: str) -> UnlikeCalls:
+        """Returns the error to raise where calls are unlike, and keeps it."""
+        error = UnlikeCalls(text)
+        self.refused = self.refused or error
+        return error
+
+    def check_over(self) -> None:
+        """Raises, once the step is over, if calls turned out to be unlike."""
+        if self._awaited and self.refused is None:
+            raise self.refusal("the backward of a call never came")
+        if self.refused is not None:
+            raise self.refused
 
     def wrap_call(
         self, call: Call, run: Callable[..., PyTree]
@@ -202,15 +221,15 @@ class LeftOutCalls:
             can_leave_out = len(names) == count and names[0] == _names(shards)
             self.buffers.update(x for xs in names[KEPT:-KEPT] for x in xs)
         if not can_leave_out:
+            # Its buffers would not be prefetched.
+            if equal_run.first in self._runs_left_out:
+                raise self.refusal("calls are left out in one pass, and not in another")
             return run(params, *inputs, **keywords)
+        self._runs_left_out.add(equal_run.first)
         here = self._pass = _Pass(
             call.number, count, equal_run.links, _signature(params), f.runtimes,
             len(self.observer.book.events),
         )  # fmt: skip
-        # Behind its inputs is what comes after the backward of the run.
-        leaves, treedef = tree.flatten((inputs, keywords), is_leaf=is_sharded)
-        _mark_tensors(leaves, partial(self._began, here, -1, True))
-        inputs, keywords = tree.unflatten(treedef, leaves)
         return self._keep(here, 0, call, run, params, *inputs, **keywords)
 
     def _keep(
@@ -259,7 +278,7 @@ class LeftOutCalls:
     def _check_call(self, here: _Pass, index: int, call: Call, params: PyTree) -> None:
         """Raises if the parameters of a call differ from those of the first one."""
         if _signature(params) != here.signature:
-            raise UnlikeCalls(f"call {call.number} has other parameters")
+            raise self.refusal(f"call {call.number} has other parameters")
         here.shards[index] = _shards_of(params)
         here.keys[index] = call.numbers
 
@@ -292,13 +311,18 @@ class LeftOutCalls:
                 runtime.gathers.stand_for(ours, theirs, partial(self._stand_in, here))
         leaves, treedef = list(here.returned[0]), here.returned[1]
         results = list(here.links)
-        tensors = _LeftOut.apply(
-            partial(self._pass_back, here, index),
-            *(given[here.links[i]] for i in results),
-        )
-        for i, y in zip(results, tensors, strict=True):
-            leaves[i] = y
-        here.handed_on.append([weakref.ref(y) for y in tensors])
+        for i in results:
+            leaves[i] = given[here.links[i]].detach()
+        tracked = [i for i in results if given[here.links[i]].requires_grad]
+        if tracked and torch.is_grad_enabled():
+            self._awaited.add((here, index))
+            pass_back = partial(self._pass_back, here, index)
+            tensors = _LeftOut.apply(
+                pass_back, *(given[here.links[i]] for i in tracked)
+            )
+            for i, y in zip(tracked, tensors, strict=True):
+                leaves[i] = y
+        here.handed_on.append([weakref.ref(leaves[i]) for i in results])
         return tree.unflatten(treedef, leaves)
 
     def _check_given(self, here: _Pass, given: Sequence[Leaf]) -> None:
@@ -311,12 +335,14 @@ class LeftOutCalls:
         expected = here.given | dict(results)
         for i, x in enumerate(given):
             if isinstance(x, Tensor) and x is not expected[i]():
-                raise UnlikeCalls("a call has other inputs than it was recorded with")
-        if len(here.handed_on) > 1 and any(ref() for ref in here.handed_on[-2]):
-            raise UnlikeCalls("the result of a call is in use after the next one")
+                raise self.refusal("a call has other inputs than it was recorded with")
+        earlier = here.handed_on[-2] if len(here.handed_on) > 1 else []
+        if any(ref() is not None for ref in earlier):
+            raise self.refusal("the result of a call is in use after the next one")
 
     def _pass_back(self, here: _Pass, index: int) -> None:
         """Does what the backward of a call that was left out leaves behind."""
+        self._awaited.discard((here, index))
         self._began(here, index, True)
         if index == here.last_left_out:
             here.backward_calls = self.observer.calls - here.calls_before
@@ -334,7 +360,7 @@ class LeftOutCalls:
                     partial(self._stand_in_transfer, here),
                 )  # fmt: skip
                 if not done:
-                    raise UnlikeCalls("a reduction takes longer than two calls")
+                    raise self.refusal("a reduction takes longer than two calls")
 
     def _find_places(
         self, here: _Pass, is_backward: bool
@@ -368,7 +394,7 @@ class LeftOutCalls:
         place = None if number is None else here.storages.get(number)
         if number is None or place is None:
             if before is None:
-                raise UnlikeCalls("a call keeps a tensor that it did not make")
+                raise self.refusal("a call keeps a tensor that it did not make")
             return before
         (y,) = new_fakes(_torch.fake_mode(), [(x.shape, x.stride(), x.dtype)])  # type: ignore[arg-type]
         book.storage_numbers[y] = reserved = len(book.sizes)
@@ -382,7 +408,7 @@ class LeftOutCalls:
         """Returns what stands for a transfer under way, of ``x``."""
         place = here.transfers.get(handle.number)
         if place is None or handle.is_over:
-            raise UnlikeCalls("a call keeps a transfer that it did not start")
+            raise self.refusal("a call keeps a transfer that it did not start")
         link = self.observer.link
         arrived = handle.work.wait()
         is_own = arrived is not handle.x

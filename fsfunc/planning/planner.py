@@ -16,7 +16,6 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -37,7 +36,6 @@ from fsfunc.planning.call_copies import Noted, with_copies
 from fsfunc.planning.device_kernels import kernels_of
 from fsfunc.planning.equal_calls import EqualCalls
 from fsfunc.planning.events import Started, Waited
-from fsfunc.planning.left_out_calls import UnlikeCalls
 from fsfunc.planning.observer import Observer
 from fsfunc.planning.plans import Plan, PlannedLeaf, RankPlan
 from fsfunc.runtime.memory import counting
@@ -48,6 +46,7 @@ from fsfunc.sharded.spent import refuse_unusable
 from fsfunc.state.initialization import init_state
 from fsfunc.state.layout_rules import LayoutRules
 from fsfunc.state.train_state import TrainState
+from fsfunc.tracing.groups import EqualRun
 from fsfunc.tracing.runs import EQUAL_CALLS, shadows, without_data
 from fsfunc.transforms.donation import restore
 from fsfunc.transforms.local.averaging import LocalState
@@ -135,19 +134,36 @@ def plan(
     kernels = kernels_of(device)
 
     def main() -> Plan:
-        def run(leaves_out: bool) -> Plan:
+        def arguments() -> tuple[PyTree, tuple[EqualRun, ...]]:
             equal_calls = None if every_microbatch else EqualCalls()
             with Scoped(EQUAL_CALLS, equal_calls):
                 given = _make_arguments(step, args, layouts) if makes_state else args
-            runs = equal_calls.runs if equal_calls and leaves_out else ()
-            observer = Observer(
-                kernels=kernels, every_microbatch=every_microbatch, equal_runs=runs
-            )
-            return _plan_here(step, given, here(), observer)
+            return given, () if equal_calls is None else equal_calls.runs
 
-        with suppress(UnlikeCalls):
-            return run(leaves_out=True)
-        return run(leaves_out=False)
+        def run(given: PyTree, equal_runs: Sequence[EqualRun]) -> Plan | None:
+            observer = Observer(
+                kernels=kernels,
+                every_microbatch=every_microbatch,
+                equal_runs=equal_runs,
+            )
+            try:
+                return _plan_here(step, given, here(), observer)
+            except Exception:
+                # Calls are unlike, or the step met what stood for one: what it raises
+                # by itself, it raises again.
+                if not observer.left_out_calls.is_used:
+                    raise
+                return None
+
+        given, equal_runs = arguments()
+        if (planned := run(given, equal_runs)) is None:
+            # The step has written into a state without data. Another one is kept, as it
+            # takes all ranks to make it, and others may have no unlike calls.
+            if not here().link.moves_data:
+                given, _ = arguments()
+            planned = run(given, ())
+        assert planned is not None  # as no call was left out
+        return planned
 
     # Inside `spmd` the plan is of this rank; outside it is of every distinct program.
     with gc_paused():
@@ -252,6 +268,7 @@ def _run_step(
                     observer.count_as(leaf.kind, tensors)
         book = observer.book
         book.close()  # what is freed from here on is no part of the step
+    observer.left_out_calls.check_over()
     events: list[Any] = book.events
     if observer.compiled:
         events = observer.chains.merged(events)
