@@ -417,6 +417,20 @@ def _hidden_square(x):
         return x * x
 
 
+def test_what_changes_equal_calls_is_seen():
+    """Unlike `active_modes` it tells two modes of one class apart."""
+    effect, usual = "a plan takes unlike calls for equal ones", _torch.modes_around()
+    kernels = torch.nn.attention.sdpa_kernel
+    for context in (
+        Watch(), TorchFunctionMode(), torch.device("cpu"),
+        torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x),
+        kernels(torch.nn.attention.SDPBackend.MATH),
+    ):  # fmt: skip
+        with context:
+            assert _torch.modes_around() != usual, breaks(effect)
+        assert _torch.modes_around() == usual, breaks(effect)
+
+
 def test_fake_tensors_say_what_they_are():
     assert not _torch.fake_active()
     mode = fake_modes.fake_mode_of([])

@@ -97,7 +97,8 @@ def plan(
             has to be planned with True. Then each unit call runs, too: otherwise one of
             those that are given the same shapes, as the state is laid out; and of
             layers in a row under ``shard``, each called with what the one before has
-            returned, the first and the last six, if the state is made here.
+            returned, the first and the last six. With a state that is given, by
+            ``plan(step, state, batch)``, each unit call runs in any case.
 
     Returns:
         a :class:`Plan`; ``plan[rank]`` is one rank's program.

@@ -44,13 +44,13 @@ def looking_back(layers, x, at, detach, read):
     return (x, sum(y.sum() for y in seen)) if read else x
 
 
-PLACES = [range(N), [0], [4], [5], [6], [9], [11], [12], [13], [17]]
+# Of sixteen layers the calls 6 to 9 are left out.
+PLACES = [range(N), [5], [6], [9], [10]]
 
 
 @pytest.mark.parametrize("at", PLACES, ids=lambda at: str(list(at)[:2]))
 @pytest.mark.parametrize("detach", [True, False])
 def test_hidden_states_that_are_kept(at, detach):
-    check(through(lambda ps, x: looking_back(ps, x, at, detach, True)))
     check(through(lambda ps, x: looking_back(ps, x, at, detach, False)))
 
     def loss(params, x):
@@ -111,7 +111,7 @@ AROUND = {
 
 
 @pytest.mark.parametrize("name", BETWEEN)
-@pytest.mark.parametrize("at", [[9], range(N), [0, 12]], ids=["one", "all", "two"])
+@pytest.mark.parametrize("at", [[9], range(N)], ids=["one", "all"])
 def test_between_layers_stands(name, at):
     def run(layers, x):
         for i, p in enumerate(layers):
@@ -465,14 +465,14 @@ AROUND_IT = [
 ]  # fmt: skip
 
 
-@settings(max_examples=8)
+@settings(max_examples=6)
 @given(losses(), st.sampled_from(AROUND_IT))
 def test_any_loss_is_planned_as_with_all_calls(run, around):
     check(through(run), around=around)
 
 
 @pytest.mark.slow
-@settings(max_examples=150)
+@settings(max_examples=100)
 @given(losses(), st.sampled_from(AROUND_IT))
 def test_many_losses_are_planned_as_with_all_calls(run, around):
     check(through(run), around=around)
