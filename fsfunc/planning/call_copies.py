@@ -41,7 +41,7 @@ from fsfunc.planning.events import (
 from fsfunc.planning.left_out_calls import KEPT, OUTERMOST, UnlikeCalls
 
 
-class Noted(NamedTuple):
+class StepNotes(NamedTuple):
     """What a plan has noted of a step: see `plans.RankPlan`."""
 
     events: Sequence[Any]
@@ -50,7 +50,7 @@ class Noted(NamedTuple):
     records: Sequence[Record]
 
 
-def with_copies(noted: Noted, storage_count: int, transfer_count: int) -> Noted:
+def with_copies(noted: StepNotes, storage_count: int, transfer_count: int) -> StepNotes:
     """Returns a plan with copies in the places of the calls that were left out.
 
     Args:
@@ -163,7 +163,7 @@ class _Writer:
             stood for it: copies have to free them.
     """
 
-    def __init__(self, noted: Noted, storage_count: int, transfer_count: int):
+    def __init__(self, noted: StepNotes, storage_count: int, transfer_count: int):
         self.noted = noted
         self.storage_count, self.transfer_count = storage_count, transfer_count
         self.kinds = dict(noted.kinds)
@@ -253,7 +253,7 @@ class _Writer:
         if kept or self.new_storages or self.new_transfers:
             raise UnlikeCalls("a call keeps what nothing stands for")
 
-    def written(self) -> Noted:
+    def written(self) -> StepNotes:
         """Returns the plan with all that was written."""
         starts = [section.start for section in self.sections]
 
@@ -266,7 +266,7 @@ class _Writer:
             return turn._replace(next_event=place)
 
         turns = list(map(moved, self.noted.turns))
-        return Noted(self.events, turns, self.kinds, self.records)
+        return StepNotes(self.events, turns, self.kinds, self.records)
 
     def _events_of(self, section: _Section) -> Iterator[Event]:
         events = self.noted.events[section.start : section.stop]

@@ -32,7 +32,7 @@ from fsfunc.comm.tracebacks import api_boundary
 from fsfunc.comm.traffic import Ledger
 from fsfunc.core.frames import frame, inside, title
 from fsfunc.optim.optimizer import Optimizer
-from fsfunc.planning.call_copies import Noted, with_copies
+from fsfunc.planning.call_copies import StepNotes, with_copies
 from fsfunc.planning.device_kernels import kernels_of
 from fsfunc.planning.equal_calls import EqualCalls
 from fsfunc.planning.events import Started, Waited
@@ -273,7 +273,7 @@ def _run_step(
     events: list[Any] = book.events
     if observer.compiled:
         events = observer.chains.merged(events)
-    noted = Noted(events, book.turns, book.kinds, log.records)
+    noted = StepNotes(events, book.turns, book.kinds, log.records)
     if observer.left_out_calls.is_used:
         noted = with_copies(noted, len(book.sizes), observer.link.count)  # type: ignore
     rank_plan = RankPlan(
