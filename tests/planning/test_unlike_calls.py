@@ -146,6 +146,16 @@ def lost(layers, x):
     return x, sum(y.sum() for y in seen)
 
 
+def passed_over(layers, x):
+    """The layers after the seventh may fail in a plan, and none is missed."""
+    seen = []
+    for i, p in enumerate(layers):
+        with contextlib.suppress(Exception):
+            x = layer(p, x)
+        seen += [x] if i == 6 else []
+    return x
+
+
 def wrapped(layers, x):
     try:
         return lost(layers, x)
@@ -251,6 +261,7 @@ def out_of_order(layers, x):
 
 UNLIKE = {
     "an error that is caught": lost,
+    "an error that nobody sees": passed_over,
     "an error that is wrapped": wrapped,
     "a layer that fails": one_fails,
     "no gradient of inputs": lambda ps, x: stack(ps, x, cut),
