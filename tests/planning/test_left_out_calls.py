@@ -281,7 +281,9 @@ def test_layers_are_left_out_of_a_loss_with(name):
 @pytest.mark.parametrize("zero", [1, 3])
 def test_layers_are_left_out_under_more_transforms_of_a_loss_with(name, zero):
     loss = through(SHORTENED[name])
-    assert_left_out(loss, around=sharded(zero, lambda f: ff.accumulate(ff.remat(f), 2)))
+    # `remat` saves the very tensor that a layer passes on: it is in use, and all run.
+    compare = check if name == "a place that is passed on" else assert_left_out
+    compare(loss, around=sharded(zero, lambda f: ff.accumulate(ff.remat(f), 2)))
     assert_left_out(loss, around=outside(four, zero))
 
 
