@@ -92,12 +92,13 @@ class _Calls:
 
         The calls on both sides of the ones that were left out ran next to each other.
         """
-        first, stop = self.left_out.start, self.left_out.stop
-        if index >= stop and other < first:
-            return other + len(self.left_out)
-        if index < first and other >= stop:
-            return other - len(self.left_out)
-        return other
+        is_across = (index < self.left_out.start) != (other < self.left_out.start)
+        return self.across(other) if is_across else other
+
+    def across(self, index: int) -> int:
+        """Returns the call that one stands for, to those on the other side."""
+        n = len(self.left_out)
+        return index + n if index < self.left_out.start else index - n
 
 
 @dataclass(eq=False)
@@ -159,6 +160,7 @@ class _Writer:
         written_at: by section, how many events were written before it.
         new_storages, new_transfers: made by copies, and not freed or awaited so far.
         freed: all storages that were freed.
+        stand_ins: the numbers of what stands for things of calls that were left out.
         left_to_copies: those that stood for something, and were freed as nothing else
             stood for it: copies have to free them.
     """
@@ -179,6 +181,7 @@ class _Writer:
         self.new_transfers: set[int] = set()
         self.freed: set[int] = set()
         self.left_to_copies: set[int] = set()
+        self.stand_ins: set[tuple[type, int]] = set()
         self._next_record = 0  # in the records of the plan as it was
         self._templates: dict[tuple[_Calls, int], _Template] = {}
         self._find_sections()
@@ -190,6 +193,7 @@ class _Writer:
         open_calls: dict[tuple[int, bool], _Calls] = {}
         section = _Section(None, 0, 0)
         self.sections.append(section)
+        stand_ins: list[tuple[_Calls | None, Reserved | ReservedTransfer]] = []
         for place, event in enumerate(self.noted.events):
             kind = type(event)
             if kind is CallBegan:
@@ -215,13 +219,34 @@ class _Writer:
                 section.transfers.append(event.number)
                 if event.record is not None:
                     section.records.append(event.record)
-            elif kind is Reserved:
-                section.reserved[event.place] = event.storage
-                self.owner_of_storage[event.storage] = section, event.place
-            elif kind is ReservedTransfer:
-                section.reserved_transfers[event.place] = event.number
-                self.owner_of_transfer[event.number] = section, event.place
+            elif kind is Reserved or kind is ReservedTransfer:
+                stand_ins.append((section.calls, event))
         section.stop = len(self.noted.events)
+        for calls, event in stand_ins:
+            self._place_stand_in(calls, event)
+
+    def _place_stand_in(
+        self, calls: _Calls | None, event: Reserved | ReservedTransfer
+    ) -> None:
+        """Has a call make what stands for a thing of a call that was left out."""
+        maker = None if calls is None else calls.sections.get(event.index)
+        if calls is None or maker is None:
+            raise UnlikeCalls("something stands for what no call makes")
+        is_storage, number, place = type(event) is Reserved, event[0], event.place
+        self.stand_ins.add((type(event), number))
+        if not maker.is_left_out:
+            # What this call has made, next to a call on the other side of those left
+            # out, is what another one made for that call.
+            numbers = maker.storages if is_storage else maker.transfers
+            if not calls.is_compared(event.index) or place >= len(numbers):
+                raise UnlikeCalls("something stands for what an outermost call makes")
+            numbers[place], number = number, numbers[place]
+            maker = calls.sections.get(calls.across(event.index))
+            if maker is None:
+                raise UnlikeCalls("a call that was left out has no backward")
+        reserved = maker.reserved if is_storage else maker.reserved_transfers
+        if reserved.setdefault(place, number) != number:
+            raise UnlikeCalls("two things stand for one")
 
     def _note_buffers(self, event: CallBegan) -> None:
         if not event.is_backward:
@@ -306,7 +331,8 @@ class _Writer:
         assert calls is not None
         for event in self._events_of(section):
             # Of what stood for something of the call: a copy frees it, too.
-            if not (type(event) is Freed and self._is_reserved(event.storage)):
+            is_freed = type(event) is Freed
+            if not (is_freed and (Reserved, event.storage) in self.stand_ins):
                 raise UnlikeCalls("something is done between calls")
             self.left_to_copies.add(event.storage)
         template = self._template(
@@ -318,10 +344,6 @@ class _Writer:
             e.record for e in events if type(e) is Started and e.record is not None
         ]
         self._extend(events)
-
-    def _is_reserved(self, number: int) -> bool:
-        section, place = self.owner_of_storage[number]
-        return section.reserved.get(place) == number
 
     def _template(self, calls: _Calls, index: int) -> _Template:
         key = calls, index

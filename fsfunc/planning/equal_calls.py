@@ -52,36 +52,36 @@ class _Noted(NamedTuple):
     numbers: list[NumbersGiven]
 
 
-class _Seen(NamedTuple):
+class _RecordedCall(NamedTuple):
     """A unit call of a recording.
 
     Args:
         number: of the call in its loss; ``key``: decides what its body does, if known.
         around: what else decides what the call does; ``line``: that which makes it, as
             the ledger names it.
-        taken: the paths of its parameters; None for what is no leaf of the state.
-        given: the leaves of its inputs and keywords; ``returned``: those of its result.
+        param_paths: the paths of its parameters; None for what is no leaf of the state.
+        inputs: the leaves of its inputs and keywords; ``results``: those of its result.
     """
 
     number: int
     key: Hashable | None
     around: tuple[Any, ...]
     line: str
-    taken: list[str | None]
-    given: list[Leaf]
-    returned: list[Leaf]
+    param_paths: list[str | None]
+    inputs: list[Leaf]
+    results: list[Leaf]
 
-    def link(self, after: _Seen, recorder: Recorder) -> dict[int, int] | None:
+    def link(self, after: _RecordedCall, recorder: Recorder) -> dict[int, int] | None:
         """Returns the `EqualRun.links` to the next call; None if that is not equal."""
-        # A call between them that raised has a number, and is not among those seen.
+        # A call between them that raised has a number, and is not among those recorded.
         is_next = self.number + 1 == after.number
         is_equal = self.line == after.line and self.around == after.around
         is_equal = is_equal and self.key is not None and self.key == after.key
         if not (is_next and is_equal):
             return None
-        place_of = {id(y): i for i, y in enumerate(self.returned)}
+        place_of = {id(y): i for i, y in enumerate(self.results)}
         links: dict[int, int] = {}
-        for i, (x, y) in enumerate(zip(self.given, after.given, strict=True)):
+        for i, (x, y) in enumerate(zip(self.inputs, after.inputs, strict=True)):
             if (place := place_of.get(id(y))) is not None and isinstance(y, Tensor):
                 if place in links:  # two inputs are one result: none can stand for it
                     return None
@@ -89,11 +89,13 @@ class _Seen(NamedTuple):
             # A number is a part of the key; a tensor is to be the same.
             elif y is not x and (isinstance(y, Tensor) or recorder.path_of(y)):
                 return None
-        tensors = {i for i, y in enumerate(self.returned) if isinstance(y, Tensor)}
+        tensors = {i for i, y in enumerate(self.results) if isinstance(y, Tensor)}
         return links if links.keys() == tensors and tensors else None
 
 
-def _runs_in(calls: Sequence[_Seen], recorder: Recorder) -> tuple[EqualRun, ...]:
+def _runs_in(
+    calls: Sequence[_RecordedCall], recorder: Recorder
+) -> tuple[EqualRun, ...]:
     """Returns the runs of equal calls among those of one pass through a loss."""
     users: dict[str, set[int]] = {}
     for unit_call in recorder.unit_calls:
@@ -107,7 +109,7 @@ def _runs_in(calls: Sequence[_Seen], recorder: Recorder) -> tuple[EqualRun, ...]
         # A leaf that another call reads too, or the loss, has another kind of gradient.
         is_alone = all(
             p is not None and len(users.get(p, ())) == 1 and p not in read_in_loss
-            for p in (*before.taken, *after.taken)
+            for p in (*before.param_paths, *after.param_paths)
         )
         if link is None or not is_alone:
             links = None
@@ -133,7 +135,7 @@ class EqualCalls:
         self._noted: dict[Hashable, _Noted | None] = {}
         self._recorder: Recorder | None = None
         self._key: Hashable | None = None  # of the unit call that runs
-        self._seen: list[_Seen] = []  # the calls of the recording so far
+        self._calls: list[_RecordedCall] = []  # the calls of the recording so far
 
     def record_call(
         self,
@@ -151,17 +153,23 @@ class EqualCalls:
             recorder: of the recording; another one begins anew.
         """
         if recorder is not self._recorder:
-            self._recorder, self._seen = recorder, []
+            self._recorder, self._calls = recorder, []
         self._key = None
         around = call.frame.compiler, *_torch.modes_around()
         out = run(params, *inputs, **keywords)
-        given = tree.leaves((inputs, keywords), is_leaf=is_sharded)
-        returned = tree.leaves(out, is_leaf=is_sharded)
-        taken = [recorder.path_of(x) for x in tree.leaves(params, is_sharded)]
-        seen = _Seen(
-            call.number, self._key, around, source_line(), taken, given, returned
+        leaves_in = tree.leaves((inputs, keywords), is_leaf=is_sharded)
+        results = tree.leaves(out, is_leaf=is_sharded)
+        param_paths = [recorder.path_of(x) for x in tree.leaves(params, is_sharded)]
+        recorded = _RecordedCall(
+            call.number,
+            self._key,
+            around,
+            source_line(),
+            param_paths,
+            leaves_in,
+            results,
         )
-        self._seen.append(seen)
+        self._calls.append(recorded)
         return out
 
     def runs_of(self, recorder: Recorder) -> tuple[EqualRun, ...]:
@@ -171,9 +179,13 @@ class EqualCalls:
         """
         if recorder is not self._recorder:
             return ()
-        seen, self._seen, self._recorder = self._seen, [], None
-        starts = [i for i, x in enumerate(seen) if i == 0 or x.number <= seen[i - 1][0]]
-        passes = [seen[i:j] for i, j in pairwise([*starts, len(seen)])]
+        recorded, self._calls, self._recorder = self._calls, [], None
+        starts = [
+            i
+            for i, x in enumerate(recorded)
+            if i == 0 or x.number <= recorded[i - 1][0]
+        ]
+        passes = [recorded[i:j] for i, j in pairwise([*starts, len(recorded)])]
         found = [_runs_in(calls, recorder) for calls in passes]
         return found[0] if found and all(x == found[0] for x in found) else ()
 

@@ -132,20 +132,26 @@ class CallBegan(NamedTuple):
 
 
 class Reserved(NamedTuple):
-    """A call that was left out has made the storage ``storage``, which is in use.
+    """The storage ``storage``, in use, stands for one that a call would have made.
 
     Args:
+        index: of that call in the run: the one that was left out, or a neighbour.
         place: which of the storages that the call makes it is, from 0.
     """
 
     storage: int
+    index: int
     place: int
 
 
 class ReservedTransfer(NamedTuple):
-    """A call that was left out has started the transfer ``number``; as `Reserved`."""
+    """The transfer ``number`` stands for one that a call would have started.
+
+    Its fields are those of `Reserved`.
+    """
 
     number: int
+    index: int
     place: int
 
 

@@ -102,8 +102,8 @@ class _Pass:
 
     Attributes:
         shards: by call, its packed buffers; ``key``: the numbers of its unit call.
-        given: by position, the tensors among the inputs and keywords of the last call
-            that ran; ``returned``: what it returned, without its tensors.
+        inputs: by position, the tensors among the inputs and keywords of the last call
+            that ran; ``constants``: what it returned, without its tensors.
         handed_on: its results, and those of each call that was left out since.
         calls_before: how often units had run when the latest call began.
         forward_calls, backward_calls: how often units run in one call.
@@ -118,8 +118,8 @@ class _Pass:
     begun_at: int
     shards: dict[int, list[FlatShard]] = field(default_factory=dict)
     keys: dict[int, tuple[int, ...]] = field(default_factory=dict)
-    given: dict[int, weakref.ref[Tensor]] = field(default_factory=dict)
-    returned: tuple[list[Leaf], tree.TreeDef] = field(default=([], None))  # type: ignore
+    inputs: dict[int, weakref.ref[Tensor]] = field(default_factory=dict)
+    constants: tuple[list[Leaf], tree.TreeDef] = field(default=([], None))  # type: ignore
     handed_on: list[list[weakref.ref[Tensor]]] = field(default_factory=list)
     calls_before: Counter[tuple[str, str]] = field(default_factory=Counter)
     forward_calls: Counter[tuple[str, str]] | None = None
@@ -185,11 +185,11 @@ class LeftOutCalls:
             if index == 0:
                 self._pass = None
                 return partial(self._begin, equal_run, call, run)
-            if (here := self._pass) is None:
+            if (this_pass := self._pass) is None:
                 return run
-            is_kept = not KEPT <= index < here.count - KEPT
+            is_kept = not KEPT <= index < this_pass.count - KEPT
             runner = self._keep if is_kept else self._leave_out
-            return partial(runner, here, index, call, run)
+            return partial(runner, this_pass, index, call, run)
         return run
 
     # Calls that run
@@ -226,15 +226,15 @@ class LeftOutCalls:
                 raise self.refusal("calls are left out in one pass, and not in another")
             return run(params, *inputs, **keywords)
         self._runs_left_out.add(equal_run.first)
-        here = self._pass = _Pass(
+        this_pass = self._pass = _Pass(
             call.number, count, equal_run.links, _signature(params), f.runtimes,
             len(self.observer.book.events),
         )  # fmt: skip
-        return self._keep(here, 0, call, run, params, *inputs, **keywords)
+        return self._keep(this_pass, 0, call, run, params, *inputs, **keywords)
 
     def _keep(
         self,
-        here: _Pass,
+        this_pass: _Pass,
         index: int,
         call: Call,
         run: Callable[..., PyTree],
@@ -244,49 +244,55 @@ class LeftOutCalls:
         **keywords: PyTree,
     ) -> PyTree:
         """Runs a call, and marks where it begins, forward and backward."""
-        self._check_call(here, index, call, params)
-        self._began(here, index, False)
+        self._check_call(this_pass, index, call, params)
+        self._began(this_pass, index, False)
         out = run(params, *inputs, **keywords)
         leaves, treedef = tree.flatten(out, is_leaf=is_sharded)
-        _mark_tensors(leaves, partial(self._began, here, index, True))
+        _mark_tensors(leaves, partial(self._began, this_pass, index, True))
         if index == KEPT - 1:
-            given = tree.leaves((inputs, keywords), is_leaf=is_sharded)
-            here.given = {
-                i: weakref.ref(x) for i, x in enumerate(given) if isinstance(x, Tensor)
+            leaves_in = tree.leaves((inputs, keywords), is_leaf=is_sharded)
+            this_pass.inputs = {
+                i: weakref.ref(x)
+                for i, x in enumerate(leaves_in)
+                if isinstance(x, Tensor)
             }
-            here.handed_on = [[weakref.ref(leaves[i]) for i in here.links]]
-            constants = [None if i in here.links else y for i, y in enumerate(leaves)]
-            here.returned = constants, treedef
-        if index == here.count - 1:
-            self._began(here, here.count, False)
+            this_pass.handed_on = [[weakref.ref(leaves[i]) for i in this_pass.links]]
+            constants = [
+                None if i in this_pass.links else y for i, y in enumerate(leaves)
+            ]
+            this_pass.constants = constants, treedef
+        if index == this_pass.count - 1:
+            self._began(this_pass, this_pass.count, False)
             self._pass = None
         return tree.unflatten(treedef, leaves)
 
-    def _began(self, here: _Pass, index: int, is_backward: bool) -> None:
+    def _began(self, this_pass: _Pass, index: int, is_backward: bool) -> None:
         """Marks, in the events, that a call begins, or its backward."""
-        if is_backward and index == here.count - 1:
-            here.begun_at = len(self.observer.book.events)
+        if is_backward and index == this_pass.count - 1:
+            this_pass.begun_at = len(self.observer.book.events)
         self.is_used = True
-        buffers = tuple(shard.name for shard in here.shards.get(index, ()))
+        buffers = tuple(shard.name for shard in this_pass.shards.get(index, ()))
         self.observer.book.events.append(
-            CallBegan(here.run, index, here.count, is_backward, buffers)
+            CallBegan(this_pass.run, index, this_pass.count, is_backward, buffers)
         )
-        is_left_out = KEPT <= index <= here.last_left_out
+        is_left_out = KEPT <= index <= this_pass.last_left_out
         if not is_left_out:
-            here.calls_before = self.observer.calls.copy()
+            this_pass.calls_before = self.observer.calls.copy()
 
-    def _check_call(self, here: _Pass, index: int, call: Call, params: PyTree) -> None:
+    def _check_call(
+        self, this_pass: _Pass, index: int, call: Call, params: PyTree
+    ) -> None:
         """Raises if the parameters of a call differ from those of the first one."""
-        if _signature(params) != here.signature:
+        if _signature(params) != this_pass.signature:
             raise self.refusal(f"call {call.number} has other parameters")
-        here.shards[index] = _shards_of(params)
-        here.keys[index] = call.numbers
+        this_pass.shards[index] = _shards_of(params)
+        this_pass.keys[index] = call.numbers
 
     # Calls that are left out
 
     def _leave_out(
         self,
-        here: _Pass,
+        this_pass: _Pass,
         index: int,
         call: Call,
         run: Callable[..., PyTree],
@@ -296,82 +302,91 @@ class LeftOutCalls:
         **keywords: PyTree,
     ) -> PyTree:
         """Returns what a call was given by the one before, in place of its results."""
-        self._check_call(here, index, call, params)
-        given = tree.leaves((inputs, keywords), is_leaf=is_sharded)
-        self._check_given(here, given)
-        self._began(here, index, False)
-        if here.forward_calls is None:
-            here.forward_calls = self.observer.calls - here.calls_before
-            here.storages, here.transfers = self._find_places(here, False)
-        self.observer.calls.update(here.forward_calls)
-        like, shards = here.shards[KEPT - 2], here.shards[index]
-        for _, runtime in here.runtimes:
+        self._check_call(this_pass, index, call, params)
+        leaves_in = tree.leaves((inputs, keywords), is_leaf=is_sharded)
+        self._check_inputs(this_pass, leaves_in)
+        self._began(this_pass, index, False)
+        if this_pass.forward_calls is None:
+            this_pass.forward_calls = self.observer.calls - this_pass.calls_before
+            this_pass.storages, this_pass.transfers = self._find_places(
+                this_pass, False
+            )
+        self.observer.calls.update(this_pass.forward_calls)
+        like, shards = this_pass.shards[KEPT - 2], this_pass.shards[index]
+        stand_in = partial(self._stand_in, this_pass, index - (KEPT - 2))
+        for _, runtime in this_pass.runtimes:
             runtime.pass_over(call.frame.micro)
             for ours, theirs in zip(shards, like, strict=True):
-                runtime.gathers.stand_for(ours, theirs, partial(self._stand_in, here))
-        leaves, treedef = list(here.returned[0]), here.returned[1]
-        results = list(here.links)
+                runtime.gathers.stand_for(ours, theirs, stand_in)
+        leaves, treedef = list(this_pass.constants[0]), this_pass.constants[1]
+        results = list(this_pass.links)
         for i in results:
-            leaves[i] = given[here.links[i]].detach()
-        tracked = [i for i in results if given[here.links[i]].requires_grad]
+            leaves[i] = leaves_in[this_pass.links[i]].detach()
+        tracked = [i for i in results if leaves_in[this_pass.links[i]].requires_grad]
         if tracked and torch.is_grad_enabled():
-            self._awaited.add((here, index))
-            pass_back = partial(self._pass_back, here, index)
+            self._awaited.add((this_pass, index))
+            pass_back = partial(self._pass_back, this_pass, index)
             tensors = _LeftOut.apply(
-                pass_back, *(given[here.links[i]] for i in tracked)
+                pass_back, *(leaves_in[this_pass.links[i]] for i in tracked)
             )
             for i, y in zip(tracked, tensors, strict=True):
                 leaves[i] = y
-        here.handed_on.append([weakref.ref(leaves[i]) for i in results])
+        this_pass.handed_on.append([weakref.ref(leaves[i]) for i in results])
         return tree.unflatten(treedef, leaves)
 
-    def _check_given(self, here: _Pass, given: Sequence[Leaf]) -> None:
+    def _check_inputs(self, this_pass: _Pass, leaves_in: Sequence[Leaf]) -> None:
         """Raises if a call is not given what the recorded one was.
 
         That is: the results of the call before, and else what all calls are given. And
         nothing but that call has used these results.
         """
-        results = zip(here.links.values(), here.handed_on[-1], strict=True)
-        expected = here.given | dict(results)
-        for i, x in enumerate(given):
+        results = zip(this_pass.links.values(), this_pass.handed_on[-1], strict=True)
+        expected = this_pass.inputs | dict(results)
+        for i, x in enumerate(leaves_in):
             if isinstance(x, Tensor) and x is not expected[i]():
                 raise self.refusal("a call has other inputs than it was recorded with")
-        earlier = here.handed_on[-2] if len(here.handed_on) > 1 else []
+        earlier = this_pass.handed_on[-2] if len(this_pass.handed_on) > 1 else []
         if any(ref() is not None for ref in earlier):
             raise self.refusal("the result of a call is in use after the next one")
 
-    def _pass_back(self, here: _Pass, index: int) -> None:
+    def _pass_back(self, this_pass: _Pass, index: int) -> None:
         """Does what the backward of a call that was left out leaves behind."""
-        self._awaited.discard((here, index))
-        self._began(here, index, True)
-        if index == here.last_left_out:
-            here.backward_calls = self.observer.calls - here.calls_before
-            here.storages, here.transfers = self._find_places(here, True)
-        assert here.backward_calls is not None
-        self.observer.calls.update(here.backward_calls)
+        self._awaited.discard((this_pass, index))
+        self._began(this_pass, index, True)
+        if index == this_pass.last_left_out:
+            this_pass.backward_calls = self.observer.calls - this_pass.calls_before
+            this_pass.storages, this_pass.transfers = self._find_places(this_pass, True)
+        assert this_pass.backward_calls is not None
+        self.observer.calls.update(this_pass.backward_calls)
         # Of a call two later all that its backward has started is over.
-        like = here.count - KEPT + 2
-        for _, runtime in here.runtimes:
-            pairs = zip(here.shards[index], here.shards[like], strict=True)
+        like = this_pass.count - KEPT + 2
+        shift = index - like
+        stand_in = partial(self._stand_in, this_pass, shift)
+        stand_in_transfer = partial(self._stand_in_transfer, this_pass, shift)
+        for _, runtime in this_pass.runtimes:
+            pairs = zip(this_pass.shards[index], this_pass.shards[like], strict=True)
             for ours, theirs in pairs:
                 done = runtime.sums.stand_for(
-                    (ours, here.keys[index]), (theirs, here.keys[like]),
-                    partial(self._stand_in, here),
-                    partial(self._stand_in_transfer, here),
-                )  # fmt: skip
+                    (ours, this_pass.keys[index]),
+                    (theirs, this_pass.keys[like]),
+                    stand_in,
+                    stand_in_transfer,
+                )
                 if not done:
                     raise self.refusal("a reduction takes longer than two calls")
 
     def _find_places(
-        self, here: _Pass, is_backward: bool
+        self, this_pass: _Pass, is_backward: bool
     ) -> tuple[dict[int, _Place], dict[int, _Place]]:
         """Returns where the storages and transfers of the calls that ran were made."""
         storages: dict[int, _Place] = {}
         transfers: dict[int, _Place] = {}
         index = n_storages = n_transfers = -1
-        for event in self.observer.book.events[here.begun_at :]:
+        for event in self.observer.book.events[this_pass.begun_at :]:
             if isinstance(event, CallBegan):
-                is_here = event.run == here.run and event.is_backward == is_backward
+                is_here = (
+                    event.run == this_pass.run and event.is_backward == is_backward
+                )
                 index = event.index if is_here else -1
                 n_storages = n_transfers = 0
             elif isinstance(event, Allocated) and index >= 0:
@@ -382,16 +397,19 @@ class LeftOutCalls:
                 n_transfers += 1
         return storages, transfers
 
-    def _stand_in(self, here: _Pass, x: Tensor, before: Tensor | None) -> Tensor:
-        """Returns what stands for the tensor that a call, left out, makes like ``x``.
+    def _stand_in(
+        self, this_pass: _Pass, shift: int, x: Tensor, before: Tensor | None
+    ) -> Tensor:
+        """Returns what stands for the tensor that another call has in place of ``x``.
 
         Args:
+            shift: by how much later a call.
             before: what has stood for it until now. It still does where ``x`` was there
                 before the pass.
         """
         book = self.observer.book
         number = book.storage_numbers.get(x)
-        place = None if number is None else here.storages.get(number)
+        place = None if number is None else this_pass.storages.get(number)
         if number is None or place is None:
             if before is None:
                 raise self.refusal("a call keeps a tensor that it did not make")
@@ -401,19 +419,23 @@ class LeftOutCalls:
         book.sizes.append(y.untyped_storage().nbytes())
         if (kind := book.kinds.get(number)) is not None:
             book.kinds[reserved] = kind
-        book.events.append(Reserved(reserved, place.place))
+        book.events.append(Reserved(reserved, place.index + shift, place.place))
         return y
 
-    def _stand_in_transfer(self, here: _Pass, handle: Any, x: Tensor) -> Handle:
-        """Returns what stands for a transfer under way, of ``x``."""
-        place = here.transfers.get(handle.number)
+    def _stand_in_transfer(
+        self, this_pass: _Pass, shift: int, handle: Any, x: Tensor
+    ) -> Handle:
+        """Returns what stands for a transfer under way, of ``x``; as `_stand_in`."""
+        place = this_pass.transfers.get(handle.number)
         if place is None or handle.is_over:
             raise self.refusal("a call keeps a transfer that it did not start")
         link = self.observer.link
         arrived = handle.work.wait()
         is_own = arrived is not handle.x
-        work = Done(self._stand_in(here, arrived, None) if is_own else x)
-        self.observer.book.events.append(ReservedTransfer(link.count, place.place))
+        work = Done(self._stand_in(this_pass, shift, arrived, None) if is_own else x)
+        self.observer.book.events.append(
+            ReservedTransfer(link.count, place.index + shift, place.place)
+        )
         link.count += 1
         return type(handle)(work, link.count - 1, self.observer, x)
 
@@ -423,11 +445,11 @@ class _LeftOut(torch.autograd.Function):
 
     @staticmethod
     def forward(  # type: ignore[override]
-        ctx: Any, pass_back: Callable[[], None], *given: Tensor
+        ctx: Any, pass_back: Callable[[], None], *tensors: Tensor
     ) -> tuple[Tensor, ...]:
         ctx.pass_back = pass_back
         ctx.set_materialize_grads(False)
-        return tuple(x.detach() for x in given)
+        return tuple(x.detach() for x in tensors)
 
     @staticmethod
     def backward(  # type: ignore[override]

@@ -75,18 +75,22 @@ def through(run):
 
 
 def all_that_is_said(rank):
-    """The events, but for numbers, and the order in which what is left is freed."""
+    """The events, with storages and transfers numbered as they come."""
     sizes, started, said = {}, {}, []
+    order = {"transfers": []}
     for e in rank.events:
         match e:
             case Allocated():
                 sizes[e.storage] = e.bytes, rank.kinds.get(e.storage)
+                order[e.storage] = len(order)
                 said.append((*e[1:], rank.kinds.get(e.storage)))
             case Freed():
-                said.append(("freed", sizes.pop(e.storage)))
+                said.append(("freed", order[e.storage], sizes.pop(e.storage)))
             case Started():
-                started[e.number] = (*e[1:3], e.record and record_facts(e.record))
-                said.append(started[e.number])
+                fact = (*e[1:3], e.record and record_facts(e.record))
+                started[e.number] = len(order["transfers"]), fact
+                order["transfers"].append(e.number)
+                said.append(fact)
             case Waited():
                 said.append(("waited", started.pop(e.number)))
             case _:
