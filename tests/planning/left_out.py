@@ -77,7 +77,7 @@ def through(run):
 def all_that_is_said(rank):
     """The events, with storages and transfers numbered as they come."""
     sizes, started, said = {}, {}, []
-    order = {"transfers": []}
+    order, transfers = {}, []
     for e in rank.events:
         match e:
             case Allocated():
@@ -88,8 +88,8 @@ def all_that_is_said(rank):
                 said.append(("freed", order[e.storage], sizes.pop(e.storage)))
             case Started():
                 fact = (*e[1:3], e.record and record_facts(e.record))
-                started[e.number] = len(order["transfers"]), fact
-                order["transfers"].append(e.number)
+                started[e.number] = len(transfers), fact
+                transfers.append(e.number)
                 said.append(fact)
             case Waited():
                 said.append(("waited", started.pop(e.number)))
