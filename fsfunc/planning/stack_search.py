@@ -48,7 +48,7 @@ Offloadable: TypeAlias = Literal["params", "moments", "activations"]
 # The share of the peak that twice the accumulation must save, to try four times it.
 SAVES = 0.02
 MANY, FEW = 200, 12  # of more than MANY stacks FEW are planned,
-MOST_CALLS = 3000  # of as many unit calls in all
+MOST_CALLS = 700  # of as many unit calls in all
 
 
 @api_boundary
