@@ -21,9 +21,9 @@ from __future__ import annotations
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
@@ -50,6 +50,7 @@ from fsfunc.runtime.memory import StorageTable
 from fsfunc.runtime.memory_spaces import any_offloaded
 from fsfunc.sharded.leaf import FlatShard, is_sharded
 from fsfunc.tracing.groups import EqualRun
+from fsfunc.transforms.gradient_sums import GradientSums
 from fsfunc.transforms.shard_runtime import ShardRuntime
 from fsfunc.tree.types import Leaf, PyTree
 
@@ -57,6 +58,10 @@ from fsfunc.tree.types import Leaf, PyTree
 # the first one's neighbour is another unit, and what a call gathers ahead, or begins to
 # reduce, is over within two more. The next three are compared with each other.
 KEPT, OUTERMOST = 6, 3
+
+
+# A packed buffer, and the numbers of a unit call that reads it.
+_BufferOfCall: TypeAlias = tuple[FlatShard, tuple[int, ...]]
 
 
 class UnlikeCalls(Exception):
@@ -101,13 +106,14 @@ class _Pass:
         begun_at: how many events there were when the pass began.
 
     Attributes:
-        shards: by call, its packed buffers; ``key``: the numbers of its unit call.
+        shards: by call, its packed buffers; ``keys``: the numbers of its unit call.
         inputs: by position, the tensors among the inputs and keywords of the last call
             that ran; ``constants``: what it returned, without its tensors.
         handed_on: its results, and those of each call that was left out since.
         calls_before: how often units had run when the latest call began.
         forward_calls, backward_calls: how often units run in one call.
-        places: where what is alive was made, since the pass or its backward began.
+        storages, transfers: where those in use were made, since the pass or its
+            backward began.
     """
 
     run: int
@@ -119,7 +125,7 @@ class _Pass:
     shards: dict[int, list[FlatShard]] = field(default_factory=dict)
     keys: dict[int, tuple[int, ...]] = field(default_factory=dict)
     inputs: dict[int, weakref.ref[Tensor]] = field(default_factory=dict)
-    constants: tuple[list[Leaf], tree.TreeDef] = field(default=([], None))  # type: ignore
+    constants: tuple[list[Leaf], tree.TreeDef] | None = None
     handed_on: list[list[weakref.ref[Tensor]]] = field(default_factory=list)
     calls_before: Counter[tuple[str, str]] = field(default_factory=Counter)
     forward_calls: Counter[tuple[str, str]] | None = None
@@ -216,7 +222,7 @@ class LeftOutCalls:
         if can_leave_out:
             # The order of gathers tells the buffers of the calls that will come.
             _, runtime = f.runtimes[0]
-            start = runtime.index_of(f.micro)
+            start = runtime.call_counts.get(f.micro, runtime.first_index)
             names = shards[0].members[0].order[start : start + count]
             can_leave_out = len(names) == count and names[0] == _names(shards)
             self.buffers.update(x for xs in names[KEPT:-KEPT] for x in xs)
@@ -314,10 +320,14 @@ class LeftOutCalls:
         self.observer.calls.update(this_pass.forward_calls)
         like, shards = this_pass.shards[KEPT - 2], this_pass.shards[index]
         stand_in = partial(self._stand_in, this_pass, index - (KEPT - 2))
+        micro = call.frame.micro
         for _, runtime in this_pass.runtimes:
-            runtime.pass_over(call.frame.micro)
-            for ours, theirs in zip(shards, like, strict=True):
-                runtime.gathers.stand_for(ours, theirs, stand_in)
+            counts, first = runtime.call_counts, runtime.first_index
+            counts[micro] = counts.get(micro, first) + 1
+        for ours, theirs in zip(shards, like, strict=True):
+            if theirs.whole is not None:  # at zero 1 and 2 the state keeps it
+                ours.cache_gathered(stand_in(theirs.whole, ours.whole))
+        assert this_pass.constants is not None, "the last call that ran has set them"
         leaves, treedef = list(this_pass.constants[0]), this_pass.constants[1]
         results = list(this_pass.links)
         for i in results:
@@ -366,7 +376,8 @@ class LeftOutCalls:
         for _, runtime in this_pass.runtimes:
             pairs = zip(this_pass.shards[index], this_pass.shards[like], strict=True)
             for ours, theirs in pairs:
-                done = runtime.sums.stand_for(
+                done = _add_gradient_like(
+                    runtime.sums,
                     (ours, this_pass.keys[index]),
                     (theirs, this_pass.keys[like]),
                     stand_in,
@@ -438,6 +449,47 @@ class LeftOutCalls:
         )
         link.count += 1
         return type(handle)(work, link.count - 1, self.observer, x)
+
+
+def _add_gradient_like(
+    sums: GradientSums,
+    call: _BufferOfCall,
+    like: _BufferOfCall,
+    stand_in: Callable[[Tensor, Tensor | None], Tensor],
+    stand_in_transfer: Callable[[Handle, Tensor], Handle],
+) -> bool:
+    """Adds the gradient of a unit call that is left out, where another's lies.
+
+    Args:
+        like: a call whose gradient has come.
+        stand_in: returns what stands for a tensor, given what does so far.
+        stand_in_transfer: the same for a transfer, of the tensor that is given.
+
+    Returns:
+        whether that gradient was where it stays until the backward is over.
+    """
+    (shard, key), (other, other_key) = call, like
+    before = sums.accumulating.pop((id(shard), key), None)
+    if (summed := sums.grads.get(id(other))) is not None:
+        sums.grads[id(shard)] = stand_in(summed, sums.grads.get(id(shard)))
+    stays = [sums.accumulating.values(), sums.deferred, sums.held]
+    passing = [sums.summing_replicas]
+    (stays if sums.most_in_flight > 1 else passing).append(sums.reducing)
+    for gradients in stays:
+        for gradient in [g for g in gradients if g.shard is other]:
+            if gradient.key[1] != other_key:
+                continue
+            twin = replace(gradient, shard=shard, key=(id(shard), key))
+            twin.tensor = stand_in(
+                gradient.tensor, None if before is None else before.tensor
+            )
+            if gradient.handle is not None:
+                twin.handle = stand_in_transfer(gradient.handle, twin.tensor)
+            if isinstance(gradients, list):
+                gradients.append(twin)
+            else:
+                sums.accumulating[twin.key] = twin
+    return not any(g.shard is other for gs in passing for g in gs)
 
 
 class _LeftOut(torch.autograd.Function):

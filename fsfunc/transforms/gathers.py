@@ -14,7 +14,7 @@ flight or alive.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Sequence, Set
+from collections.abc import Iterable, Sequence, Set
 from enum import Enum
 from operator import attrgetter
 from typing import Any, NamedTuple, TypeAlias
@@ -467,20 +467,6 @@ class Gathers:
         full, handle = self.start_gather(shard, dtype)
         handle.wait()
         return self.decode(shard, full, dtype)
-
-    def stand_for(
-        self,
-        shard: FlatShard,
-        like: FlatShard,
-        stand_in: Callable[[Tensor, Tensor | None], Tensor],
-    ) -> None:
-        """Gives ``shard`` a whole buffer, as ``like`` keeps, where a plan runs no call.
-
-        Args:
-            stand_in: returns what stands for a tensor, given what does so far.
-        """
-        if like.whole is not None:
-            shard.cache_gathered(stand_in(like.whole, shard.whole))
 
     def gather_again(self, shard: FlatShard, call: GatheredCall) -> Tensor:
         """Returns the whole buffer for a backward, with the forward's values."""

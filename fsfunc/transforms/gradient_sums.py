@@ -15,7 +15,7 @@ is free; in a pipeline in ``held``, until the stage before has its derivative.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -469,47 +469,6 @@ class GradientSums:
                 # It writes parameters too, which copies from the store may still read.
                 host_copies.wait_for_copies()
                 self.steps.step(shard, grad, 1 if is_mean else mean_size)
-
-    def stand_for(
-        self,
-        call: tuple[FlatShard, tuple[int, ...]],
-        like: tuple[FlatShard, tuple[int, ...]],
-        stand_in: Callable[[Tensor, Tensor | None], Tensor],
-        stand_in_transfer: Callable[[Handle, Tensor], Handle],
-    ) -> bool:
-        """Adds the gradient of a unit call that a plan does not run, like another's.
-
-        Args:
-            call: its buffer, and the numbers of the unit call; ``like``: those of one
-                whose gradient has come.
-            stand_in: returns what stands for a tensor, given what does so far.
-            stand_in_transfer: the same for a transfer, of the tensor that is given.
-
-        Returns:
-            whether that gradient was where it stays until the backward is over.
-        """
-        (shard, key), (other, other_key) = call, like
-        before = self.accumulating.pop((id(shard), key), None)
-        if (summed := self.grads.get(id(other))) is not None:
-            self.grads[id(shard)] = stand_in(summed, self.grads.get(id(shard)))
-        stays = [self.accumulating.values(), self.deferred, self.held]
-        passing = [self.summing_replicas]
-        (stays if self.most_in_flight > 1 else passing).append(self.reducing)
-        for gradients in stays:
-            for gradient in [g for g in gradients if g.shard is other]:
-                if gradient.key[1] != other_key:
-                    continue
-                twin = replace(gradient, shard=shard, key=(id(shard), key))
-                twin.tensor = stand_in(
-                    gradient.tensor, None if before is None else before.tensor
-                )
-                if gradient.handle is not None:
-                    twin.handle = stand_in_transfer(gradient.handle, twin.tensor)
-                if isinstance(gradients, list):
-                    gradients.append(twin)
-                else:
-                    self.accumulating[twin.key] = twin
-        return not any(g.shard is other for gs in passing for g in gs)
 
     def carried(self) -> Carried:
         """Returns what one microbatch hands on to the next: sums, and their counts."""

@@ -166,14 +166,6 @@ class ShardRuntime:
         """The number of unit calls of the program so far."""
         return max(self.call_counts.values(), default=self.first_index)
 
-    def index_of(self, micro: Micro) -> int:
-        """Returns the number of the unit call of a microbatch that comes next."""
-        return self.call_counts.get(micro, self.first_index)
-
-    def pass_over(self, micro: Micro) -> None:
-        """Counts a unit call that a plan leaves out."""
-        self.call_counts[micro] = self.index_of(micro) + 1
-
     def advance(self, micro: Micro) -> None:
         """Moves past a gradient call, when the last of its microbatches is over.
 
@@ -245,7 +237,7 @@ class ShardRuntime:
         if self.sums.steps is not None:
             self.sums.note_read(calls, torch.is_grad_enabled())
         micro = calls[0].micro
-        index = self.index_of(micro)
+        index = self.call_counts.get(micro, self.first_index)
         self.call_counts[micro] = index + 1
         # After this unit's own gather, as messages arrive in the order of sending; and
         # before the unit runs, whose computation hides it.
