@@ -267,10 +267,8 @@ class _Writer:
                 self._write(section, list(self._events_of(section)))
             else:
                 template = self._template(calls, section.index)
-                if (
-                    template.deeds
-                    != self._template(calls, _first_compared(calls)).deeds
-                ):
+                first = self._template(calls, _first_compared(calls))
+                if template.deeds != first.deeds:
                     raise UnlikeCalls("a call did something else than those before it")
                 self._write(section, template.renamed(self, section.index, section))
         self.records += self.noted.records[self._next_record :]
@@ -328,7 +326,7 @@ class _Writer:
     def _write_copy(self, section: _Section) -> None:
         """Writes a copy of a call that ran in the place of one that was left out."""
         calls = section.calls
-        assert calls is not None
+        assert calls is not None, "what lies between runs was not left out"
         for event in self._events_of(section):
             # Of what stood for something of the call: a copy frees it, too.
             is_freed = type(event) is Freed

@@ -101,7 +101,8 @@ class _Pass:
     Args:
         run: identifies the run; ``count``: its calls on this rank.
         links: see `EqualRun`.
-        signature: of the parameters of each call.
+        signature: of the parameters of each call; ``retained``: which of their buffers
+            stay gathered for the backward.
         runtimes: of the transforms that gather.
         begun_at: how many events there were when the pass began.
 
@@ -120,6 +121,7 @@ class _Pass:
     count: int
     links: dict[int, int]
     signature: Any
+    retained: list[bool]
     runtimes: Sequence[tuple[Interpretation, ShardRuntime]]
     begun_at: int
     shards: dict[int, list[FlatShard]] = field(default_factory=dict)
@@ -233,7 +235,8 @@ class LeftOutCalls:
             return run(params, *inputs, **keywords)
         self._runs_left_out.add(equal_run.first)
         this_pass = self._pass = _Pass(
-            call.number, count, equal_run.links, _signature(params), f.runtimes,
+            call.number, count, equal_run.links, _signature(params),
+            _retained(call, shards, f.runtimes), f.runtimes,
             len(self.observer.book.events),
         )  # fmt: skip
         return self._keep(this_pass, 0, call, run, params, *inputs, **keywords)
@@ -289,9 +292,13 @@ class LeftOutCalls:
         self, this_pass: _Pass, index: int, call: Call, params: PyTree
     ) -> None:
         """Raises if the parameters of a call differ from those of the first one."""
-        if _signature(params) != this_pass.signature:
+        shards = _shards_of(params)
+        # A pattern may name the leaves of one call, whose buffer is kept gathered.
+        if _signature(params) != this_pass.signature or this_pass.retained != _retained(
+            call, shards, this_pass.runtimes
+        ):
             raise self.refusal(f"call {call.number} has other parameters")
-        this_pass.shards[index] = _shards_of(params)
+        this_pass.shards[index] = shards
         this_pass.keys[index] = call.numbers
 
     # Calls that are left out
@@ -366,7 +373,7 @@ class LeftOutCalls:
         if index == this_pass.last_left_out:
             this_pass.backward_calls = self.observer.calls - this_pass.calls_before
             this_pass.storages, this_pass.transfers = self._find_places(this_pass, True)
-        assert this_pass.backward_calls is not None
+        assert this_pass.backward_calls is not None, "the last call left out sets them"
         self.observer.calls.update(this_pass.backward_calls)
         # Of a call two later all that its backward has started is over.
         like = this_pass.count - KEPT + 2
@@ -543,6 +550,19 @@ def _shards_of(params: PyTree) -> list[FlatShard]:
 
 def _names(shards: Iterable[FlatShard]) -> tuple[str, ...]:
     return tuple(shard.buffer for shard in shards)
+
+
+def _retained(
+    call: Call,
+    shards: Sequence[FlatShard],
+    runtimes: Sequence[tuple[Interpretation, ShardRuntime]],
+) -> list[bool]:
+    """Returns which buffers stay gathered, by ``reshard_after_forward``."""
+    return [
+        runtime.options.retains(call.name, shard)
+        for _, runtime in runtimes
+        for shard in shards
+    ]
 
 
 def _signature(params: PyTree) -> Any:

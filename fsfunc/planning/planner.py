@@ -163,7 +163,7 @@ def plan(
             if not here().link.moves_data:
                 given, _ = arguments()
             planned = run(given, ())
-        assert planned is not None  # as no call was left out
+        assert planned is not None, "no call was left out, so none can be unlike"
         return planned
 
     # Inside `spmd` the plan is of this rank; outside it is of every distinct program.

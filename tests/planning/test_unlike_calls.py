@@ -516,3 +516,15 @@ def test_any_loss_is_planned_as_with_all_calls(run, around):
 @given(losses(), st.sampled_from(AROUND_IT))
 def test_many_losses_are_planned_as_with_all_calls(run, around):
     check(through(run), around=around)
+
+
+# What a transform does to one layer, by the name of its leaves
+
+
+@pytest.mark.parametrize("number", [0, 7, 15])
+def test_all_layers_run_where_a_pattern_names_one(number):
+    assert_all_run(around=sharded(reshard_after_forward={f"layers/{number}/**": False}))
+
+
+def test_a_pattern_that_names_all_layers_leaves_calls_out():
+    assert_left_out(around=sharded(reshard_after_forward={"layers/**": False}))

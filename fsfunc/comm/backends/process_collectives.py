@@ -13,7 +13,7 @@ each host D (N-1)/N P here, (ND-1)/(ND) P by a ring, and (N-1)/N P in two levels
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -186,7 +186,7 @@ class Pairs:
     def _exchange_with(
         self,
         send: Callable[[], list[Work]],
-        sources: Iterable[int],
+        sources: Collection[int],
         receive: Callable[[int], _Received],
     ) -> tuple[list[Work], dict[int, _Received]]:
         """Sends, and receives from indices: by gloo first, on this host last.
