@@ -174,7 +174,11 @@ def said(both):
     """Whether a plan is what was sent and held; and itself."""
     plan = both.plan.ranks[0]
     equal = facts(plan.records) == facts(both.sent)
-    near = abs(plan.peak_bytes - both.peak) <= 0.02 * both.peak
+    # A process holds what it sends until its peer has taken it: by the peer's time, not
+    # by the plan's, two messages of each direction may still lie there, or lie no more.
+    messages = [r.bytes for r in both.sent if r.op == "ppermute"]
+    by_timing = 4 * max(messages, default=0) if "RANK" in os.environ else 0
+    near = abs(plan.peak_bytes - both.peak) <= max(0.02 * both.peak, by_timing)
     return equal, near, [[str(x) for x in f] for f in facts(plan.records)], plan.flops()
 
 
