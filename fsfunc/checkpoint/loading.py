@@ -38,7 +38,7 @@ from fsfunc.checkpoint.stored import Stored, StoredTensor
 from fsfunc.comm.mesh import Here
 from fsfunc.comm.tracebacks import api_boundary
 from fsfunc.optim.leaves import origins
-from fsfunc.runtime.memory_spaces import Offloaded, space_of
+from fsfunc.runtime.memory_spaces import memory_like
 from fsfunc.sharded.donated import are_locked, overlaps
 from fsfunc.sharded.leaf import Sharded, is_sharded
 from fsfunc.sharded.packing import PackedTree, as_packed_tree
@@ -188,7 +188,12 @@ def _fill(
     if donate:
         tensors, spend_target = _reuse_memory(target, buffers, device)
     else:
-        tensors, spend_target = [_allocate(x, device) for x in buffers.tensors], None
+        stored_in = device is None  # else all of it comes to the device
+        memory = [
+            memory_like(x, device, in_store=stored_in) if isinstance(x, Tensor) else x
+            for x in buffers.tensors
+        ]
+        tensors, spend_target = memory, None
     result = buffers.rebuild(tensors)
     paths, leaves, treedef = tree.flatten_with_paths(result, is_leaf=is_sharded)
     target_leaves = tree.leaves(target, is_leaf=is_sharded)
@@ -250,27 +255,6 @@ def _lay_in_source(
 
 def _local(leaf: Sharded | Tensor) -> Tensor:
     return leaf.local if isinstance(leaf, Sharded) else leaf
-
-
-def _allocate(x: Leaf, device: torch.device | str | None) -> Leaf:
-    """Returns memory like ``x``, in the same space: on the device, or offloaded.
-
-    It is zero, as padding in packed buffers is. That costs nothing: the system gives
-    zero pages anyway.
-    """
-    if not isinstance(x, Tensor):
-        return x
-    space = space_of(x)
-    if isinstance(space, Offloaded) and device is None:
-        memory = space.store.empty(x.numel(), x.dtype, _real_device(space.device))
-        return memory.view(x.shape).zero_()
-    is_abstract = x.device.type == "meta" or isinstance(x, _torch.FakeTensor)
-    device = device or ("cpu" if is_abstract else x.device)
-    return torch.zeros(x.shape, dtype=x.dtype, device=device)
-
-
-def _real_device(device: torch.device) -> torch.device:
-    return torch.device("cpu") if device.type == "meta" else device
 
 
 def _reuse_memory(

@@ -52,7 +52,7 @@ from fsfunc.runtime.scopes import refuse_in_graph
 from fsfunc.sharded.layout import Layout
 from fsfunc.sharded.leaf import Sharded, is_sharded
 from fsfunc.sharded.packing import group_loose_leaves
-from fsfunc.sharded.placements import Split, largest_block
+from fsfunc.sharded.placements import OfRank, largest_block
 from fsfunc.tree.types import Leaf, PyTree
 
 BLOCK = 256
@@ -237,7 +237,7 @@ def zero_codes(group: CodeGroup, per: int, dtype: torch.dtype) -> Sharded | Tens
     owned = first.layout.owners
     owned_axes = {p.axis for p in owned}
     split_sizes = {a: n for a, n in first.layout.sizes.items() if a not in owned_axes}
-    splits = [Split(k, axis, n) for k, (axis, n) in enumerate(split_sizes.items())]
+    splits = [OfRank(k, axis, n) for k, (axis, n) in enumerate(split_sizes.items())]
     shape = (*split_sizes.values(), count)
     layout = Layout(shape, dtype, (*owned, *splits), first.layout.name)
     local_shape = layout.local_shape(here().mesh.coordinates())

@@ -398,3 +398,29 @@ def moments_go_to(store: Store | None) -> Scoped:
 def moments_store() -> Store | None:
     """Returns the store for the moments that an optimizer makes; None: the device."""
     return _MOMENTS.get()
+
+
+def memory_like(
+    x: Tensor, device: torch.device | str | None = None, *, in_store: bool = True
+) -> Tensor:
+    """Returns zeros like ``x``, which may have no data, in the same space.
+
+    Zeros, as padding in packed buffers is. They cost nothing: the system gives zero
+    pages anyway.
+
+    Args:
+        device: the device that is to compute with it; by default that of ``x``, or the
+            CPU where ``x`` has no data.
+        in_store: False gives memory of the device also where ``x`` is offloaded.
+    """
+    space = space_of(x)
+    if isinstance(space, Offloaded) and in_store:
+        device = device or _real_device(space.device)
+        return space.store.empty(x.numel(), x.dtype, device).view(x.shape).zero_()
+    is_abstract = x.device.type == "meta" or isinstance(x, _torch.FakeTensor)
+    device = device or ("cpu" if is_abstract else x.device)
+    return torch.zeros(x.shape, dtype=x.dtype, device=device)
+
+
+def _real_device(device: torch.device) -> torch.device:
+    return torch.device("cpu") if device.type == "meta" else device

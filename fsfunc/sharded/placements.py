@@ -1,4 +1,4 @@
-"""Placements of a tensor over mesh axes: `Flat`, `Split`, `Owned`, `Own`, `Whole`.
+"""Placements over mesh axes: `Flat`, `Split`, `OfRank`, `Owned`, `Own`, `Whole`.
 
 They are data, as DTensor's placements are: a sequence of them, outermost first, makes
 a `layout.Layout`. Here are the classes, their checks, and their text in messages.
@@ -6,6 +6,7 @@ a `layout.Layout`. Here are the classes, their checks, and their text in message
 =======  ==============================================  ====================
 `Flat`   a range of a packed buffer, cut evenly          parameters of units
 `Split`  a block along one dim                           tensor parallelism
+`OfRank` a row of each rank, of what its buffer holds    codes, residuals
 `Owned`  the whole on one rank, nothing on others        stages of a pipeline
 `Own`    a value of each rank's own, no global tensor    statistics, caches
 `Whole`  replicated                                      a step's count
@@ -67,6 +68,16 @@ class Split:
     @property
     def axis_sizes(self) -> tuple[tuple[str, int], ...]:
         return ((self.axis, self.size),)
+
+
+@dataclass(frozen=True)
+class OfRank(Split):
+    """A `Split` whose blocks are of what their ranks' own buffers hold.
+
+    Codes in 8 bits share a scale with their neighbours in the rank's buffer, and what a
+    reduction lost is of the elements that this rank sent. Where parameters move, such a
+    tensor cannot: its blocks would describe others' elements.
+    """
 
 
 @dataclass(frozen=True)

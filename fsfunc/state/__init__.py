@@ -11,6 +11,7 @@ tensors and is run again, for this rank's part alone (`init_tape`).
 train_state.py      TrainState
 initialization.py   init_state, abstract_state
 placing.py leaf_groups.py   place; groups of leaves, and a rank's part of each
+moving.py           a tree that is laid out, moved to another layout
 shared_records.py   records of steps that several plans share
 agreeing.py         comparison of ranks that lay out; errors raised on all
 leaf_sources.py     the values of leaves: given, deferred, or shapes alone

@@ -111,7 +111,8 @@ def splits_of(
                 )
             pattern_of[path] = pattern
             splits_by_path[path] = splits
-            _check_splits(path, leaves[path], splits)
+            if splits:  # none of them: whole, as `place` may move it
+                _check_splits(path, leaves[path], splits)
     return splits_by_path
 
 
@@ -135,6 +136,25 @@ def _with_sizes(
             )
         sized.append(replace(split, size=size))
     return tuple(sized)
+
+
+def check_kept(
+    splits: Mapping[str, tuple[Split, ...]], mesh: Mesh, taken: Iterable[str]
+) -> None:
+    """Raises where a leaf that stays split cannot be so on a mesh.
+
+    Args:
+        taken: axes along which nothing can be split.
+    """
+    for path, parts in splits.items():
+        for part in parts:
+            if part.axis in taken or mesh.axes.get(part.axis) != part.size:
+                raise ValueError(
+                    f'layouts: {path!r} is split over "{part.axis}" of size '
+                    f"{part.size}, which it cannot stay on {mesh}: say how it is to "
+                    f"be split there, layouts={{{path!r}: ff.Split(...)}}, or () for "
+                    "not at all"
+                )
 
 
 def _splits(pattern: str, rule: Split | Sequence[Split]) -> Sequence[Split]:

@@ -91,9 +91,18 @@ class GroupLayout:
         for placed in taken_groups:
             self._lay(placed, plan)
         # An optimizer makes its state of laid out parameters: so these came first.
-        moments = moments_like(applied, leaves)
+        born = born_leaves(applied, leaves, self.source)
+        moments = {path: x.name for path, x in born.items() if is_sharded(x)}
         for placed in _groups_like(taken_groups, {**moments, **like}, whole):
             self._lay(placed, plan)
+        # What lies like no parameter (a preconditioner, which one rank has) lies as the
+        # optimizer laid it.
+        for path, x in born.items():
+            if not is_sharded(x):
+                self.source.note_whole(path)
+            elif isinstance(leaves[path], Tensor):
+                layout = replace(x.layout, name=path)
+                leaves[path] = block_of(leaves[path], layout, self.source)
 
     def _plan(self) -> _Plan:
         """Returns the layouts that all ranks make; the first rank makes the plan."""
@@ -312,16 +321,19 @@ def leaves_like(patterns: Mapping[str, str], leaves: Mapping[str, Leaf]) -> Like
     return like
 
 
-def moments_like(applied: Iterable[Applied], leaves: Mapping[str, Leaf]) -> Like:
-    """Returns, by path in an optimizer's state, the parameter whose layout a leaf has.
+def born_leaves(
+    applied: Iterable[Applied], leaves: Mapping[str, Leaf], source: GivenLeaves
+) -> dict[str, Leaf]:
+    """Returns, by path in an optimizer's state, the leaf that its ``init`` would make.
 
     Nothing in a state says which leaves are moments. So the optimizer's ``init`` is
-    called with the laid out parameters: what it makes of a leaf has that leaf's name.
+    called with the laid out parameters: what it makes of a leaf has that leaf's name,
+    and its layout. Leaves that are laid out already are left out.
     """
-    like: dict[str, str] = {}
+    born: dict[str, Leaf] = {}
     for optimizer, state, params in applied:
         state_leaves, treedef = tree.flatten(state, is_leaf=is_sharded)
-        are_whole = [_is_whole(x, leaves) and x.name not in like for x in state_leaves]
+        are_whole = [_is_whole(x, leaves) and x.name not in born for x in state_leaves]
         if not any(are_whole):
             continue
         laid = tree.map(lambda x: _without_data(x, leaves), params, is_leaf=is_sharded)
@@ -329,11 +341,16 @@ def moments_like(applied: Iterable[Applied], leaves: Mapping[str, Leaf]) -> Like
             optimizer.init(laid), is_leaf=is_sharded
         )
         if initial_treedef != treedef:
+            names = (x.name for x in state_leaves if isinstance(x, Recorded))
+            source.check_born(next(names), None)
             continue
-        for is_whole, x, moment in zip(are_whole, state_leaves, initial, strict=True):
-            if is_whole and is_sharded(moment) and x.shape == moment.shape:
-                like[x.name] = moment.name
-    return like
+        for is_whole, x, leaf in zip(are_whole, state_leaves, initial, strict=True):
+            if not is_whole or not isinstance(leaf, Sharded | Tensor):
+                continue
+            source.check_born(x.name, leaf)
+            if x.shape == leaf.shape:
+                born[x.name] = leaf
+    return born
 
 
 def _is_whole(x: Leaf, leaves: Mapping[str, Leaf]) -> bool:
@@ -369,5 +386,6 @@ def block_of(x: Tensor, layout: Layout, source: GivenLeaves) -> Sharded:
         return Sharded(source.empty(0, layout.dtype, x), layout)
     whole = source.whole(x)
     # A clone, as a block is a view that would keep all of the leaf's memory.
-    block = take(whole, layout, coordinates).clone() if layout.splits else whole
+    is_cut = layout.splits or layout.flat is not None
+    block = take(whole, layout, coordinates).clone() if is_cut else whole
     return Sharded(block, layout)

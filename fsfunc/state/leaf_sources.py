@@ -25,7 +25,7 @@ from fsfunc.comm.descriptions import ALIKE, section_of_values
 from fsfunc.comm.groups import RankGroup
 from fsfunc.comm.linear_maps import LinearMap
 from fsfunc.sharded.layout import Layout
-from fsfunc.sharded.leaf import is_sharded
+from fsfunc.sharded.leaf import Sharded, is_sharded
 from fsfunc.sharded.slices import take
 from fsfunc.state.init_tape import InitTape, Replay
 from fsfunc.tree.types import Leaf, PyTree
@@ -56,6 +56,17 @@ class GivenLeaves:
 
     def release(self) -> None:
         """Frees what was stored for the next leaf."""
+
+    def note_whole(self, path: str) -> None:
+        """Notes a leaf that the optimizer whose state it is has whole on every rank."""
+
+    def check_born(self, path: str, leaf: Sharded | Tensor | None) -> None:
+        """Checks a leaf of an optimizer's state with what its ``init`` would make.
+
+        Args:
+            leaf: what ``init`` makes of the parameters as they are laid out; None where
+                it makes another tree.
+        """
 
     def section(
         self, paths: Sequence[str], leaves: Sequence[Leaf], notes: dict[Any, Any] | None

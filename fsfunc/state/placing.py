@@ -19,7 +19,7 @@ from fsfunc.comm.attribution import warn
 from fsfunc.comm.backends.interrupts import reraising_interrupts
 from fsfunc.comm.comparison import Lines, Section, agree
 from fsfunc.comm.descriptions import describe_lines
-from fsfunc.comm.mesh import Here, here
+from fsfunc.comm.mesh import Here, Mesh, check_mesh, here
 from fsfunc.comm.tracebacks import api_boundary
 from fsfunc.comm.typed_maps import LawError
 from fsfunc.core.casts import differentiable
@@ -42,11 +42,13 @@ from fsfunc.state.agreeing import (
 from fsfunc.state.layout_rules import (
     LayoutRules,
     check_distinct,
+    check_kept,
     rank_local_of,
     splits_of,
 )
 from fsfunc.state.leaf_groups import GroupLayout, block_of
 from fsfunc.state.leaf_sources import GivenLeaves, Shapes
+from fsfunc.state.moving import MovedLeaves, is_moved, move
 from fsfunc.state.shared_records import records_here
 from fsfunc.state.train_state import Applied, noting_applied
 from fsfunc.tracing.recorder import Recorder
@@ -58,6 +60,7 @@ from fsfunc.tracing.steadiness import Steadiness
 from fsfunc.tracing.type_check import check
 from fsfunc.transforms.offloading import Stores, stores_of
 from fsfunc.transforms.sharded_calls import Sharding
+from fsfunc.tree.structure import matches
 from fsfunc.tree.types import PyTree
 
 _Tree = TypeVar("_Tree")
@@ -71,12 +74,22 @@ def place(
     record: Literal["fake", "real"] = "fake",
     layouts: LayoutRules | None = None,
     like: Mapping[str, str] | None = None,
+    on: Mesh | None = None,
+    donate: bool = False,
 ) -> _Tree:
     """Returns ``t``, whole on every rank, laid out for the call ``fn(t, *rest)``.
 
     The inverse of ``unshard``. Leaves that units take are packed into buffers, which
-    are split over the axis of the ``shard`` around them. Other leaves are replicated,
-    and leaves that have layouts keep them. No memory is shared with ``t``.
+    are split over the axis of the ``shard`` around them. Other leaves are replicated.
+    No memory is shared with ``t``.
+
+    **A tree that is laid out for another function moves**: from one zero to another, to
+    other stages, splits or replicas, to another mesh of the same ranks. Each rank is
+    sent the elements that it needs and has not, and nothing else; nobody holds a whole
+    leaf for it. A leaf that is split over an axis stays so, unless ``layouts`` names it
+    (``{"**": ()}`` splits nothing); one that no unit takes, and no optimizer of ``fn``
+    has, stays as it is. For parameters that generate split over "model" and train at
+    zero 3, see ``examples/policy_gradient.py``.
 
     The optimizer's state in a `TrainState` gets the layouts of ``optimizer.init`` of
     the laid out parameters, for the optimizer that the step applies to it. Any other
@@ -103,6 +116,12 @@ def place(
     the ranks along it exchange samples, are packed, and their gradients reduced, over
     the other axes.
 
+    Args:
+        on: the mesh that ``t`` lies on, if it is laid out on another one than that of
+            ``fn``. It has the same ranks.
+        donate: give up the memory of ``t``, buffer by buffer: it cannot be used then,
+            also if the move fails.
+
     Raises:
         RanksDiffer: on every rank: what differs, and on which ranks; or another rank
             raised.
@@ -115,15 +134,65 @@ def place(
     parameter: at zero 1 to 3 it would cut nothing.
 
     Cost: of each whole leaf, the rank's part is copied, and all of it read once; over
-    processes a gather of 32 bytes and two of 16, which are in no ledger.
+    processes a gather of 32 bytes and two of 16, which are in no ledger. Of a leaf that
+    moves, one all-to-all of what ranks lack, and memory for what this rank sends and
+    receives of it; one more gather of 16 bytes.
+
+    >>> import torch, fsfunc as ff
+    >>> mesh = ff.make_mesh({"data": 4}, "simulated")
+    >>> unit, x = ff.unit(lambda p, x: x @ p), torch.ones(1, 8)
+    >>> f = lambda p, x: unit(p, x).sum()
+    >>> def main():
+    ...     cut, whole = (ff.shard(f, mesh, "data", zero=zero) for zero in (3, 0))
+    ...     params = ff.place(cut, torch.arange(8.0), x)
+    ...     with ff.ledger() as log:
+    ...         params = ff.place(whole, params, x, donate=True)
+    ...     return params.local.numel(), log.table(mesh.rank)
+    >>> ff.spmd(main, mesh)()[0]
+    (8, [('all_to_all', 'data', 1, 24)])
     """
     check_function(fn, "place")
     with together(fn, layouts) as agreement:
         rank_local = rank_local_leaves(fn, t, layouts)
+        if on is not None or is_moved(t, _paths_named(layouts, t)):
+            request = LayoutRequest(
+                fn, t, rest, Shapes(), record, layouts, like, rank_local
+            )
+            return _move(request, agreement, on, donate)
         request = LayoutRequest(
             fn, t, rest, GivenLeaves(), record, layouts, like, rank_local
         )
         return lay_out(request, agreement)
+
+
+def _move(
+    request: LayoutRequest, agreement: Agreement, on: Mesh | None, donate: bool
+) -> PyTree:
+    """Moves a tree that is laid out to where ``request.fn`` expects it."""
+    if request.record == "real":
+        raise ValueError(
+            'place(record="real") of a tree that is laid out: its whole leaves are on '
+            "no rank. Record on fake tensors; or ff.unshard it, and place that"
+        )
+    rank_here = here(request.laying[0].mesh) if request.laying else here()
+    mesh = rank_here.mesh if on is None else check_mesh(on, "place")
+    if mesh.size != rank_here.mesh.size:
+        raise ValueError(
+            f"place(on={mesh}): it has {mesh.size} ranks, and {rank_here.mesh} has "
+            f"{rank_here.mesh.size}. Between meshes of other ranks ff.remesh moves a "
+            "state"
+        )
+    source = MovedLeaves(request.t, request.batch, mesh, rank_here.rank)
+    request = replace(
+        request, t=source.stand_ins, source=source, kept_splits=source.splits
+    )
+    return move(source, lay_out(request, agreement), rank_here, donate)
+
+
+def _paths_named(layouts: LayoutRules | None, t: PyTree) -> set[str]:
+    """Returns the paths that rules of layouts name."""
+    paths = tree.paths(t, is_leaf=is_sharded)
+    return {p for p in paths if any(matches(pattern, p) for pattern in layouts or {})}
 
 
 @dataclass(frozen=True)
@@ -140,6 +209,7 @@ class LayoutRequest:
         called: what ``fn`` calls, if not its own code. Where all ranks call one object,
             the last one's record is the second run that shows if it repeats itself.
         makes_first_state: whether ``fn`` makes the first state of a step.
+        kept_splits: by path, how leaves are split that ``layouts`` does not name.
     """
 
     fn: Callable[..., Any]
@@ -153,6 +223,7 @@ class LayoutRequest:
     more_lines: Callable[[], Lines] = list
     called: tuple[Any, ...] = ()
     makes_first_state: bool = False
+    kept_splits: Mapping[str, tuple[Split, ...]] = field(default_factory=dict)
 
     @property
     def laying(self) -> list[Any]:
@@ -192,10 +263,13 @@ def lay_out(request: LayoutRequest, agreement: Agreement) -> PyTree:
     rank_local = {p: x for p, x in placements.items() if isinstance(x, Own)}
     rank_local = {**rank_local, **request.rank_local}
     splits: dict[str, tuple[Split, ...]] = {}
-    if layouts:
+    if layouts or request.kept_splits:
         mesh = laying[0].mesh if laying else here().mesh
         taken = {a for h in laying if not isinstance(h, Sharding) for a in h.axes}
         splits = splits_of(layouts, by_path, mesh, taken)
+        kept = {p: s for p, s in request.kept_splits.items() if p not in splits}
+        check_kept(kept, mesh, taken)
+        splits = {p: s for p, s in {**kept, **splits}.items() if s}
     split_axes = {split.axis for parts in splits.values() for split in parts}
 
     def program_lines() -> Lines:

@@ -32,8 +32,9 @@ from fsfunc.optim.optimizer import (
     from_phases,
     optimizer_factory,
 )
-from fsfunc.sharded.layout import Layout, Split
+from fsfunc.sharded.layout import Layout
 from fsfunc.sharded.leaf import FlatShard, Sharded, is_sharded
+from fsfunc.sharded.placements import OfRank
 from fsfunc.transforms.messages.wire import Reduction
 
 
@@ -267,7 +268,7 @@ class _ErrorFeedback(Feedback):
 def _stack_of_ranks(row: Tensor, name: str) -> Sharded:
     """Returns a tensor with a row for each rank of the mesh, of which this is ours."""
     mesh = here().mesh
-    parts = tuple(Split(0, axis, n) for axis, n in mesh.axes.items())
+    parts = tuple(OfRank(0, axis, n) for axis, n in mesh.axes.items())
     return Sharded(row[None], Layout((mesh.size, len(row)), row.dtype, parts, name))
 
 
