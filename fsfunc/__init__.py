@@ -14,8 +14,8 @@ collectives
     psum pmean pmax pmin all_gather psum_scatter all_to_all ppermute pbroadcast
     pcast start collective
 layouts and states
-    place init_state abstract_state TrainState unshard lay_like reduce_like assume
-    Sharded is_sharded Layout Flat Split Owned Own randn_like
+    place init_state abstract_state TrainState unshard remesh lay_like reduce_like
+    assume Sharded is_sharded Layout Flat Split Owned Own randn_like
 messages of shard
     Gather Reduction QuantizedGather QuantizedReduction
     HierarchicalGather HierarchicalReduction powersgd error_feedback
@@ -296,6 +296,7 @@ if TYPE_CHECKING:
         "reduce_like",
         "Reduction",
         "remat",
+        "remesh",
         "remat_calls",
         "RunningStatistics",
         "save",
@@ -381,6 +382,7 @@ _LATER = {
         "fsfunc.planning.recomputation": "recompute_points",
         "fsfunc.planning.stack_search": "search",
         "fsfunc.show": "show",
+        "fsfunc.state.remeshing": "remesh",
         "fsfunc.testing": "testing",
         "fsfunc.testing.proofs": "prove",
         "fsfunc.tracing.tracer": "program",

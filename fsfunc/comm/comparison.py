@@ -92,8 +92,8 @@ def agree(
         everyone = len(arrived) == group.size
         by_index = [arrived[rank] for rank in group.ranks] if everyone else []
         return [[_digest(x) for x in column] for column in zip(*by_index, strict=True)]
-    with _unrecorded():
-        rows = _gather_bytes(b"".join(map(_digest, compared)), group)
+    with unrecorded():
+        rows = gather_bytes(b"".join(map(_digest, compared)), group)
         starts = range(0, len(rows[0]), 16)
         columns = [[row[i : i + 16] for row in rows] for i in starts]
         # Every rank has the same digests here: so all of them gather lines, or none.
@@ -115,7 +115,7 @@ def differing_lines(lines: Lines, group: RankGroup) -> Mapping[int, Lines]:
     (digests,) = agree(group, digest_of(lines), waits=True)
     if len(set(digests)) == 1:
         return {}
-    with _unrecorded():
+    with unrecorded():
         return _gather_lines(lines, group)
 
 
@@ -179,7 +179,7 @@ _PYTHONS: dict[str, type[Exception]] = {
 
 
 @contextmanager
-def _unrecorded() -> Iterator[None]:
+def unrecorded() -> Iterator[None]:
     """Inside, collectives are in no ledger: they are no part of a step's cost."""
     with silence(), label("", "what ranks are about to do"), torch.no_grad():
         yield
@@ -205,7 +205,7 @@ def _note_arrival(
     return arrived
 
 
-def _gather_bytes(row: bytes, group: RankGroup) -> list[bytes]:
+def gather_bytes(row: bytes, group: RankGroup) -> list[bytes]:
     """Gathers the bytes of each rank of the group, all of one length."""
     x = torch.frombuffer(bytearray(row), dtype=torch.uint8)
     return [bytes(row.tolist()) for row in gather_stacked(x, group)]
@@ -214,11 +214,11 @@ def _gather_bytes(row: bytes, group: RankGroup) -> list[bytes]:
 def _gather_texts(text: str, group: RankGroup) -> list[str]:
     """Gathers the ranks' texts: first their sizes, and no more if all are empty."""
     data = text.encode(errors="replace")
-    rows = _gather_bytes(len(data).to_bytes(8, "little"), group)
+    rows = gather_bytes(len(data).to_bytes(8, "little"), group)
     sizes = [int.from_bytes(row, "little") for row in rows]
     if not any(sizes):
         return [""] * group.size
-    rows = _gather_bytes(data.ljust(max(sizes), b"\0"), group)
+    rows = gather_bytes(data.ljust(max(sizes), b"\0"), group)
     return [row[:n].decode() for row, n in zip(rows, sizes, strict=True)]
 
 

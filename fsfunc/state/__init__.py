@@ -12,6 +12,8 @@ train_state.py      TrainState
 initialization.py   init_state, abstract_state
 placing.py leaf_groups.py   place; groups of leaves, and a rank's part of each
 moving.py           a tree that is laid out, moved to another layout
+remeshing.py        remesh: a state goes on with more ranks, or with fewer
+leaf_moves.py       leaves on their way between layouts
 shared_records.py   records of steps that several plans share
 agreeing.py         comparison of ranks that lay out; errors raised on all
 leaf_sources.py     the values of leaves: given, deferred, or shapes alone

@@ -48,7 +48,6 @@ from fsfunc.state.layout_rules import (
 )
 from fsfunc.state.leaf_groups import GroupLayout, block_of
 from fsfunc.state.leaf_sources import GivenLeaves, Shapes
-from fsfunc.state.moving import MovedLeaves, is_moved, move
 from fsfunc.state.shared_records import records_here
 from fsfunc.state.train_state import Applied, noting_applied
 from fsfunc.tracing.recorder import Recorder
@@ -154,7 +153,7 @@ def place(
     check_function(fn, "place")
     with together(fn, layouts) as agreement:
         rank_local = rank_local_leaves(fn, t, layouts)
-        if on is not None or is_moved(t, _paths_named(layouts, t)):
+        if on is not None or _is_moved(t, _paths_named(layouts, t)):
             request = LayoutRequest(
                 fn, t, rest, Shapes(), record, layouts, like, rank_local
             )
@@ -169,6 +168,8 @@ def _move(
     request: LayoutRequest, agreement: Agreement, on: Mesh | None, donate: bool
 ) -> PyTree:
     """Moves a tree that is laid out to where ``request.fn`` expects it."""
+    from fsfunc.state.moving import MovedLeaves, move
+
     if request.record == "real":
         raise ValueError(
             'place(record="real") of a tree that is laid out: its whole leaves are on '
@@ -187,6 +188,23 @@ def _move(
         request, t=source.stand_ins, source=source, kept_splits=source.splits
     )
     return move(source, lay_out(request, agreement), rank_here, donate)
+
+
+def _is_moved(t: PyTree, named: Collection[str]) -> bool:
+    """Returns whether ``place`` moves leaves of ``t``, and does not leave all in place.
+
+    Transforms have laid out what is packed or owned by a rank, and those of another
+    step lay it out anew. A leaf that is split alone stays as it is, unless it is named.
+
+    Args:
+        named: paths that rules of layouts name.
+    """
+    paths, leaves, _ = tree.flatten_with_paths(t, is_leaf=is_sharded)
+    return any(
+        x.layout.flat is not None or bool(x.layout.owners) or path in named
+        for path, x in zip(paths, leaves, strict=True)
+        if is_sharded(x)
+    )
 
 
 def _paths_named(layouts: LayoutRules | None, t: PyTree) -> set[str]:

@@ -1,0 +1,513 @@
+"""``remesh``: a state goes on with more ranks, or with fewer.
+
+Nothing of the run changes but the sizes of the axes along which ranks hold parts. So
+the new layouts follow from the old ones (`Relaid`), and no step is asked. Ranks that
+stay keep what they have and still need; new ones are sent their parts; what a rank that
+is gone had comes from another that has the same.
+"""
+
+from __future__ import annotations
+
+import math
+import pickle
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from fsfunc import tree
+from fsfunc.comm.comparison import (
+    Lines,
+    Section,
+    agree,
+    gather_bytes,
+    raise_everywhere,
+    unrecorded,
+)
+from fsfunc.comm.groups import RankGroup, get_group
+from fsfunc.comm.launch import PerRank, spmd
+from fsfunc.comm.mesh import Mesh, check_mesh, here, maybe_here
+from fsfunc.comm.tracebacks import api_boundary
+from fsfunc.runtime.memory_spaces import space_of
+from fsfunc.sharded.layout import Coordinates, Layout
+from fsfunc.sharded.leaf import FlatShard, Sharded, is_sharded
+from fsfunc.sharded.packing import as_packed_tree, local_chunk
+from fsfunc.sharded.placements import (
+    Flat,
+    Own,
+    Owned,
+    Placement,
+    Split,
+    Whole,
+    largest_block,
+)
+from fsfunc.sharded.plain_leaves import placement_of
+from fsfunc.sharded.spent import refuse_unusable
+from fsfunc.sharded.transfers import Side
+from fsfunc.state.leaf_moves import (
+    LeafMove,
+    check_lies_on,
+    computing_device,
+    find_unmovable,
+    run_moves,
+)
+from fsfunc.tree.types import Leaf, PyTree
+
+_Buffer = tuple[str, tuple[str, ...], int, tuple[Owned, ...]]  # see `Relaid`
+
+
+class Relaid:
+    """How leaves lie that lay on a mesh, on one whose axes have other sizes.
+
+    Leaves of one buffer stay in one buffer, in the same order; it is cut into other
+    chunks. Blocks of a split become larger or smaller.
+
+    Args:
+        layouts: those of all leaves of a state.
+        axes: the sizes of the new mesh's axes.
+    """
+
+    def __init__(self, layouts: Iterable[Layout], axes: Mapping[str, int]):
+        self.axes = axes
+        # By buffer, the layouts of its leaves by their old offset. A copy of some of
+        # them (moments) lies at the same offsets: so all leaves say what is there.
+        members: dict[_Buffer, dict[tuple[int, int], Layout]] = {}
+        for layout in layouts:
+            if layout.flat is not None:
+                by_offset = members.setdefault(_buffer_of(layout), {})
+                by_offset[layout.flat.offset, _room(layout, layout.parts)] = layout
+        self._offsets: dict[_Buffer, dict[int, int]] = {}
+        self._sizes: dict[_Buffer, int] = {}
+        for buffer, by_offset in members.items():
+            self._lay(buffer, [by_offset[key] for key in sorted(by_offset)])
+
+    def _lay(self, buffer: _Buffer, layouts: Sequence[Layout]) -> None:
+        """Lays the leaves of one buffer after each other, in their order."""
+        offsets, end, old_end = self._offsets.setdefault(buffer, {}), 0, 0
+        for layout in layouts:
+            flat: Any = layout.flat
+            end += flat.offset - old_end  # room that other leaves take elsewhere
+            offsets[flat.offset] = end
+            end += _room(layout, self._outer(layout))
+            old_end = flat.offset + _room(layout, layout.parts)
+        self._sizes[buffer] = end
+
+    def _outer(self, layout: Layout) -> tuple[Placement, ...]:
+        """Returns the new placements of a leaf, but for its `Flat`."""
+        outer: list[Placement] = []
+        for part in layout.parts:
+            if isinstance(part, Flat):
+                continue
+            (axis, size), *_ = part.axis_sizes
+            new_size = self._size(axis, layout)
+            if isinstance(part, Split):
+                if layout.shape[part.dim] % new_size:
+                    raise ValueError(
+                        f"remesh: {layout} cannot be split over {new_size} ranks of "
+                        f'"{axis}" along dim {part.dim}: {layout.shape[part.dim]} is '
+                        "not a multiple of it"
+                    )
+                part = replace(part, size=new_size)
+            elif isinstance(part, Owned) and new_size != size:
+                raise ValueError(
+                    f'remesh: {layout} has its owners along "{axis}", which would '
+                    f"become {new_size} of {size}: the step says which stage, or which "
+                    "rank, has a leaf. On as many ranks ff.place(step, state, batch) "
+                    "moves it; else go by a checkpoint"
+                )
+            outer.append(part)
+        return tuple(outer)
+
+    def _size(self, axis: str, layout: Layout) -> int:
+        if axis not in self.axes:
+            raise ValueError(
+                f'remesh: {layout} lies along "{axis}", an axis that the new mesh '
+                f"{dict(self.axes)} has not: the axes stay, and their sizes change"
+            )
+        return self.axes[axis]
+
+    def layout(self, old: Layout) -> Layout:
+        """Returns the new layout of a leaf.
+
+        Raises:
+            ValueError: an axis that is not there, or that does not divide a dim.
+        """
+        parts, flat = self._outer(old), old.flat
+        if flat is not None:
+            sizes = tuple(self._size(axis, old) for axis in flat.axes)
+            size = math.prod(sizes)
+            buffer = _buffer_of(old)
+            chunk = -(-self._sizes[buffer] // size)
+            offset = self._offsets[buffer][flat.offset]
+            new_flat = Flat(flat.axes, size, flat.buffer, offset, chunk, sizes)
+            parts = (*parts, new_flat)
+        return replace(old, parts=parts)
+
+
+def _buffer_of(layout: Layout) -> _Buffer:
+    """Returns what leaves of one buffer, and copies of them, have in common."""
+    flat: Any = layout.flat
+    return flat.buffer, flat.axes, flat.chunk, layout.owners
+
+
+def _room(layout: Layout, parts: Sequence[Placement]) -> int:
+    """Returns the number of elements that a leaf takes in its buffer."""
+    return largest_block(layout.shape, [p for p in parts if not isinstance(p, Flat)])
+
+
+@dataclass(frozen=True)
+class _LeafLay:
+    """How one leaf lies on the old mesh, without its values.
+
+    Args:
+        value: that of a leaf that is no tensor; ``layout`` is None then.
+        dtype: that of the part, which a moment may have unlike its layout.
+    """
+
+    path: str
+    layout: Layout | None
+    value: Any = None
+    dtype: torch.dtype | None = None
+    device_type: str = "cpu"
+    placement: Whole | Own | None = None
+
+
+@dataclass(frozen=True)
+class _Described:
+    """A state without its values, which ranks that join are sent.
+
+    Args:
+        axes: the sizes of the axes of the mesh that it lies on.
+        treedef, leaves: its structure and its leaves.
+        groups: the positions of leaves that share a buffer.
+    """
+
+    axes: dict[str, int]
+    treedef: tree.TreeDef
+    leaves: list[_LeafLay]
+    groups: list[list[int]]
+
+    @staticmethod
+    def of(state: PyTree, mesh: Mesh, coordinates: Coordinates) -> _Described:
+        """Describes a state that lies on ``mesh``, at a rank's coordinates."""
+        refuse_unusable(state)
+        paths, leaves, treedef = tree.flatten_with_paths(state, is_leaf=is_sharded)
+        lays = []
+        for path, x in zip(paths, leaves, strict=True):
+            if not isinstance(x, Sharded | Tensor):
+                lays.append(_LeafLay(path, None, x))
+                continue
+            if is_sharded(x):
+                if not check_lies_on(x, mesh, coordinates):
+                    raise ValueError(
+                        f"remesh: {path!r} lies as {x.layout}, and not so on {mesh}: "
+                        "on= is the mesh that the state lies on"
+                    )
+                part, layout = x.local, x.layout
+            else:
+                part, layout = (
+                    cast(Tensor, x),
+                    Layout(tuple(x.shape), x.dtype, (), path),
+                )
+            if space_of(part).offloaded:
+                raise ValueError(
+                    f"remesh: {path!r} is offloaded, to memory of its process. Place "
+                    "the state for a step without offload first, and back afterwards"
+                )
+            placement = placement_of(x)
+            if isinstance(placement, Own):
+                raise ValueError(
+                    f"remesh: {path!r} is each rank's own, and other ranks have none: "
+                    "make it one value (ff.pmean), or leave it out of the state"
+                )
+            kind = computing_device(part).type
+            lays.append(_LeafLay(path, layout, None, part.dtype, kind, placement))
+        groups = [p for p, packed in as_packed_tree(state).groups if packed is not None]
+        return _Described(dict(mesh.axes), treedef, lays, groups)
+
+    def lines(self) -> Lines:
+        """Describes it in lines, which ranks that stay compare."""
+        return [
+            ("mesh", str(self.axes)),
+            *((x.path, str(x.layout or repr(x.value))) for x in self.leaves),
+        ]
+
+
+def _new_tree(
+    described: _Described, layouts: Mapping[str, Layout], coordinates: Coordinates
+) -> PyTree:
+    """Returns the state as it is to lie at a rank's coordinates, without data."""
+    leaves: list[Leaf] = []
+    for x in described.leaves:
+        if x.layout is None:
+            leaves.append(x.value)
+            continue
+        layout = layouts[x.path]
+        shape = layout.local_shape(coordinates)
+        stand_in = torch.empty(shape, dtype=x.dtype, device="meta")
+        # A leaf in a packed buffer of one rank is in parts too.
+        leaves.append(Sharded(stand_in, layout) if layout.parts else stand_in)
+    for positions in described.groups:
+        members = tuple(layouts[described.leaves[i].path] for i in positions)
+        chunk = local_chunk(members[0], coordinates)
+        dtype = described.leaves[positions[0]].dtype
+        flat = torch.empty(chunk, dtype=dtype, device="meta")
+        own = {axis: coordinates[axis] for axis in members[0].axes}
+        for i, leaf in zip(
+            positions, FlatShard(members, flat, own).leaves(), strict=True
+        ):
+            leaves[i] = leaf
+    return tree.unflatten(described.treedef, leaves)
+
+
+@dataclass(frozen=True)
+class _Participants:
+    """The ranks that take part, in order: those that stay, and those that join.
+
+    Args:
+        old: by participant, its rank on the old mesh; None of one that joins.
+        old_mesh, new_mesh: participant i is rank i of the new one, if that has so many.
+        checkpoint: what the error names, if parts are lost.
+    """
+
+    old: tuple[int | None, ...]
+    old_mesh: Mesh
+    new_mesh: Mesh
+    checkpoint: str = ""
+
+    def move(
+        self, state: PyTree, described: _Described, index: int, ranks: RankGroup | None
+    ) -> PyTree:
+        """Returns the new state of one participant; None where it has no part."""
+        size = self.new_mesh.size
+        relaid = Relaid(
+            (x.layout for x in described.leaves if x.layout is not None),
+            self.new_mesh.axes,
+        )
+        layouts = {
+            x.path: relaid.layout(x.layout)
+            for x in described.leaves
+            if x.layout is not None
+        }
+        old_positions = tuple(
+            None if rank is None else self.old_mesh.coordinates(rank)
+            for rank in self.old
+        )
+        new_positions = tuple(
+            self.new_mesh.coordinates(i) if i < size else None
+            for i in range(len(self.old))
+        )
+        parts: list[Leaf] = []
+        if state is not None:
+            parts = tree.leaves(state, is_leaf=is_sharded)
+        moves: dict[str, LeafMove] = {}
+        for i, x in enumerate(described.leaves):
+            if x.layout is None or x.dtype is None:
+                continue
+            part = None
+            if parts:
+                part = parts[i].local if is_sharded(parts[i]) else parts[i]
+            old, new = (
+                Side(x.layout, old_positions),
+                Side(layouts[x.path], new_positions),
+            )
+            self._check_there(old)
+            moves[x.path] = LeafMove(
+                x.path, old, None if part is None else part.detach(), new, x.dtype,
+                torch.device(x.device_type) if part is None else part.device,
+                x.placement,
+            )  # fmt: skip
+        if (stays := find_unmovable(moves.values())) is not None:
+            raise ValueError(
+                f"remesh: {stays.path!r} {stays.old.layout} is of the elements of one "
+                "rank's buffer (codes in 8 bits, or what reductions lost), and these "
+                "move: begin the optimizer's state anew, of the parameters alone"
+            )
+        leaves_here = index < size
+        coordinates = self.new_mesh.coordinates(index if leaves_here else 0)
+        return run_moves(
+            moves,
+            _new_tree(described, layouts, coordinates),
+            ranks,
+            caller="remesh",
+            leaves_here=leaves_here,
+        )
+
+    def _check_there(self, old: Side) -> None:
+        """Raises where a part was on ranks alone that are gone."""
+        coordinates = [self.old_mesh.coordinates(r) for r in range(self.old_mesh.size)]
+        missing = [
+            rank
+            for rank, at in enumerate(coordinates)
+            if old.layout.key(at) not in old.ranks_by_key
+            and math.prod(old.layout.local_shape(at))
+        ]
+        if missing:
+            last = self.checkpoint or "ff.latest(folder)"
+            raise ValueError(
+                f"remesh: parts of {old.layout.subject} were on rank {missing[0]} "
+                "alone, which is gone. With shard(..., replicate=axis) another rank "
+                f"has the same; without, load the last checkpoint, {last}"
+            )
+
+
+@api_boundary
+def remesh(
+    state: Any, mesh: Mesh, *, on: Mesh | None = None, checkpoint: str = ""
+) -> Any:
+    """Returns a state laid out for ``mesh``, whose axes have other sizes.
+
+    The run goes on with more ranks or fewer. Layouts are what ``init_state`` would give
+    there: each buffer is cut into as many chunks as there are ranks. Ranks that stay
+    keep what they have and still need, and are sent the rest; new ones are sent their
+    parts. Build the step anew for ``mesh``, and cut the batch for it.
+
+    On simulated ranks, outside ``spmd``: give the list of states that ``spmd``
+    returned, with None in place of a rank that is gone, and get the list for ``mesh``,
+    to pass to ``spmd(main, mesh)``. Those that stay become its first ranks, in order.
+
+    Over processes each rank calls it with its own state, and one that joins with None.
+    ``mesh`` is the mesh that they have made together: after a process has died, those
+    that are left call ``torch.distributed.destroy_process_group()``, meet again by a
+    store of their own (`init_process_group` with ``store=``, ``rank=`` and
+    ``world_size=``) and make it, as do those that join. Default generators of torch get
+    the state of the first rank that stays.
+
+    Args:
+        state: see above. Without ``donate`` inside of it: a step that raised has left
+            the state as it was, but a donated one may have spoiled it.
+        mesh: the new mesh: the axes of the old one, with other sizes.
+        on: the old mesh; None on a process that joins.
+        checkpoint: what the error names, where parts are lost.
+
+    Raises:
+        RanksDiffer: ranks that stay have states of unlike steps, or unlike layouts.
+        ValueError: parts that a rank alone had which is gone; a leaf that is split and
+            cannot be over the new size; one that has an owner along an axis whose size
+            changes (a pipeline's stage); one of each rank's own; an offloaded one.
+
+    Cost: each rank is sent every element that it needs and has not, once, and holds the
+    old state and the new one meanwhile. What describes the state to those that join,
+    some hundred bytes a leaf, is in no ledger.
+
+    >>> import torch, fsfunc as ff
+    >>> unit, x = ff.unit(lambda p, x: x @ p), torch.ones(1, 12)
+    >>> four, three = (ff.make_mesh({"data": n}, "simulated") for n in (4, 3))
+    >>> step = lambda mesh: ff.shard(lambda p, x: unit(p, x).sum(), mesh, "data")
+    >>> def begin():
+    ...     return ff.place(step(four), torch.arange(12.0), x)
+    >>> states = ff.spmd(begin, four)()
+    >>> with ff.ledger() as log:
+    ...     states = ff.remesh(states, three, on=four)
+    >>> [s.local.tolist() for s in states]
+    [[0.0, 1.0, 2.0, 3.0], [4.0, 5.0, 6.0, 7.0], [8.0, 9.0, 10.0, 11.0]]
+    >>> [int(log.bytes(rank=r)) for r in range(4)]
+    [0, 4, 8, 12]
+    """
+    check_mesh(mesh, "remesh")
+    if mesh.backend == "simulated":
+        return _remesh_simulated(state, mesh, on, checkpoint)
+    if mesh.backend != "processes":
+        raise ValueError(
+            f"remesh: the ranks of {mesh} hold nothing; it takes a mesh of simulated "
+            "ranks or of processes"
+        )
+    return _remesh_process(state, mesh, on, checkpoint)
+
+
+def _remesh_simulated(
+    states: Any, mesh: Mesh, on: Mesh | None, checkpoint: str
+) -> PerRank[Any]:
+    """Returns the states of simulated ranks of ``mesh``, as a list."""
+    if maybe_here() is not None:
+        raise ValueError(
+            "remesh of simulated ranks inside spmd, which runs a fixed number of them: "
+            "return the states from it, call ff.remesh(states, mesh, on=old_mesh), and "
+            "go on in ff.spmd(main, mesh)(states)"
+        )
+    if on is None or not isinstance(states, list) or len(states) != on.size:
+        count = len(states) if isinstance(states, list) else "no list"
+        raise ValueError(
+            "remesh of simulated ranks takes the list of their states that spmd "
+            f"returned, and on=, the mesh of these: given are {count} states, on={on}"
+        )
+    stay = [rank for rank, state in enumerate(states) if state is not None]
+    if not stay:
+        raise ValueError(f"remesh: all {on.size} ranks of {on} are gone{_LAST}")
+    described = [_Described.of(states[r], on, on.coordinates(r)) for r in stay]
+    count = max(len(stay), mesh.size)
+    joining = [None] * (count - len(stay))
+    ranks = _Participants((*stay, *joining), on, mesh, checkpoint)
+    lines = [*(d.lines() for d in described), *([described[0].lines()] * len(joining))]
+
+    def main(state: PyTree, lines: Lines) -> PyTree:
+        group = get_group("ranks")
+        if group.size > 1:
+            agree(group, Section(_UNLIKE, lines))
+        return ranks.move(state, described[0], group.index, group)
+
+    everyone = Mesh({"ranks": count}, "simulated")
+    given = PerRank([*(states[r] for r in stay), *joining])
+    moved = spmd(main, everyone)(given, PerRank(lines))
+    return PerRank(moved[: mesh.size])
+
+
+def _remesh_process(
+    state: PyTree, mesh: Mesh, on: Mesh | None, checkpoint: str
+) -> PyTree:
+    """Returns this process's state on ``mesh``."""
+    rank_here = here(mesh)
+    ranks = get_group(tuple(mesh.axes), rank_here) if mesh.size > 1 else None
+    described_here, error, old_rank = None, None, -1
+    if state is not None:
+        try:
+            if on is None or on.link is None:
+                raise ValueError(
+                    "remesh of a state without on=, the mesh of the processes that it "
+                    "lies on; a process that joins gives None for the state"
+                )
+            old_rank = on.link.rank
+            described_here = _Described.of(state, on, on.coordinates(old_rank))
+        except Exception as raised:
+            error = raised
+    raise_everywhere(error, ranks, ValueError)
+    if ranks is None:
+        old, first = [old_rank], 0
+    else:
+        with unrecorded():
+            rows = gather_bytes(old_rank.to_bytes(8, "little", signed=True), ranks)
+        old = [int.from_bytes(row, "little", signed=True) for row in rows]
+        first = next((i for i, rank in enumerate(old) if rank >= 0), -1)
+    if first < 0:
+        raise ValueError(f"remesh: no process has a state{_LAST}")
+    payload = pickle.dumps((described_here, torch.get_rng_state()))
+    described, generator = pickle.loads(_broadcast(payload, first, ranks))
+    if ranks is not None:
+        own = described_here or described
+        agree(ranks, Section(_UNLIKE, own.lines()))
+    torch.set_rng_state(generator)
+    old_mesh = Mesh(described.axes, "abstract")
+    participants = _Participants(
+        tuple(rank if rank >= 0 else None for rank in old), old_mesh, mesh, checkpoint
+    )
+    index = 0 if ranks is None else ranks.index
+    return participants.move(state, described, index, ranks)
+
+
+def _broadcast(payload: bytes, source: int, ranks: RankGroup | None) -> bytes:
+    """Returns the bytes that the rank at an index has."""
+    if ranks is None:
+        return payload
+    with unrecorded():
+        sizes = gather_bytes(len(payload).to_bytes(8, "little"), ranks)
+        size = int.from_bytes(sizes[source], "little")
+        data = payload[:size].ljust(size, b"\0")
+        x = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(ranks.link.device)
+        received = ranks.start("pbroadcast", x, source=source).wait()
+    return bytes(received.cpu().numpy().tobytes())
+
+
+_LAST = ": load the last checkpoint, ff.load(ff.latest(folder), target)"
+_UNLIKE = "ranks that stay have unlike states"
