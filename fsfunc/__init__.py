@@ -14,8 +14,8 @@ collectives
     psum pmean pmax pmin all_gather psum_scatter all_to_all ppermute pbroadcast
     pcast start collective
 layouts and states
-    place init_state abstract_state TrainState unshard lay_like reduce_like assume
-    Sharded is_sharded Layout Flat Split Owned Own randn_like
+    place init_state abstract_state TrainState unshard whole_leaves lay_like
+    reduce_like assume Sharded is_sharded Layout Flat Split Owned Own randn_like
 messages of shard
     Gather Reduction QuantizedGather QuantizedReduction
     HierarchicalGather HierarchicalReduction powersgd error_feedback
@@ -162,6 +162,7 @@ if TYPE_CHECKING:
     from fsfunc.planning.planner import plan
     from fsfunc.planning.recomputation import recompute_points
     from fsfunc.planning.stack_search import search
+    from fsfunc.state.leaf_by_leaf import whole_leaves
     from fsfunc.testing.proofs import prove
     from fsfunc.tracing.tracer import program
     from fsfunc.transforms.compilation import jit
@@ -336,6 +337,7 @@ if TYPE_CHECKING:
         "verify",
         "warmup_cosine",
         "Weighted",
+        "whole_leaves",
     ]
 
 # What only some programs use comes when it is asked for: imports are paid by all.
@@ -381,6 +383,7 @@ _LATER = {
         "fsfunc.planning.recomputation": "recompute_points",
         "fsfunc.planning.stack_search": "search",
         "fsfunc.show": "show",
+        "fsfunc.state.leaf_by_leaf": "whole_leaves",
         "fsfunc.testing": "testing",
         "fsfunc.testing.proofs": "prove",
         "fsfunc.tracing.tracer": "program",

@@ -90,6 +90,8 @@ WORDS = {
     "to_module": "nn.Module export model",
     "unit": "layer block wrap granularity",
     "unshard": "full parameters summon_full_params full_tensor generate export gather",
+    "whole_leaves": "vllm load_weights inference engine stream summon_full_params "
+    "full_tensor export gather sglang rollout",
     "value": "evaluate evaluation validation loss no_grad eval",
     "value_and_grad": "backward loss gradient grad",
     "warmup_cosine": "lr scheduler learning rate schedule",
