@@ -34,7 +34,7 @@ pipelines
 layers
     nn batch_norm init_statistics commit_statistics RunningStatistics
 checkpoints
-    save save_async load latest metadata consolidate CheckpointError
+    save save_async load latest metadata consolidate export CheckpointError
 modules and data
     from_module to_module by_size batches
 plans
@@ -117,6 +117,7 @@ with _uncollected():  # it would walk all of torch, for as long as these take
 
 if TYPE_CHECKING:
     from fsfunc import nn, optim, show, testing, tree
+    from fsfunc.checkpoint.exporting import export
     from fsfunc.checkpoint.finding import latest, metadata
     from fsfunc.checkpoint.loading import load
     from fsfunc.checkpoint.safetensors import consolidate
@@ -222,6 +223,7 @@ if TYPE_CHECKING:
         "error_feedback",
         "estimate",
         "eval_params",
+        "export",
         "fits",
         "Flat",
         "from_module",
@@ -344,6 +346,7 @@ if TYPE_CHECKING:
 _LATER = {
     name: module
     for module, names in {
+        "fsfunc.checkpoint.exporting": "export",
         "fsfunc.checkpoint.finding": "latest metadata",
         "fsfunc.checkpoint.loading": "load",
         "fsfunc.checkpoint.safetensors": "consolidate",

@@ -124,7 +124,7 @@ def collect_contents(state: PyTree) -> Contents:
     paths, leaves, _ = tree.flatten_with_paths(state, is_leaf=is_sharded)
     check_distinct(paths, "the state")
     for path, leaf in zip(paths, leaves, strict=True):
-        _check_path(path)
+        check_name(path)
         if isinstance(leaf, Sharded | Tensor):
             local = LocalLeaf.of(path, leaf)
             # Detached, so that a save in the background keeps no graph alive.
@@ -143,7 +143,7 @@ def collect_contents(state: PyTree) -> Contents:
     return contents
 
 
-def _check_path(path: str) -> None:
+def check_name(path: str) -> None:
     try:
         check_path(path)
     except InvalidTable as error:

@@ -45,6 +45,8 @@ WORDS = {
     "donate": "in place memory donate_argnums",
     "ema": "exponential moving average evaluation",
     "eval_params": "evaluation ema average",
+    "export": "save_pretrained hugging face transformers huggingface safetensors vllm "
+    "inference",
     "fits": "oom out of memory enough margin",
     "from_module": "nn.Module model wrap auto_wrap functional_call hugging face "
     "transformers eval mode train mode frozen freeze requires_grad lora adapter peft",

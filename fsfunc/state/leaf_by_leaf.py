@@ -55,10 +55,6 @@ class NamedLeaf(NamedTuple):
     shape: tuple[int, ...]
     dtype: torch.dtype
 
-    @property
-    def nbytes(self) -> int:
-        return torch.Size(self.shape).numel() * self.dtype.itemsize
-
 
 @api_boundary
 def whole_leaves(
