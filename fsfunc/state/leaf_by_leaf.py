@@ -114,7 +114,7 @@ def whole_leaves(
     >>> ff.spmd(main, mesh)()
     [[('model.b', (2,)), ('model.w', (3, 2))], []]
     """
-    group = ranks_in_sight("give away")
+    group = ranks_in_sight("unshard")
     named = run_alone(group, lambda: collect_leaves(t, "whole_leaves", rename, dtype))
     return stream(list(named.values()), group, to=to, only=only)
 
@@ -168,9 +168,9 @@ def collect_leaves(
         if isinstance(own := placement_of(x), Own):
             raise rank_local_error(function, path, str(own))
         if isinstance(x, Sharded):
-            check_mesh(x.layout, maybe_here(), "give away")
+            check_mesh(x.layout, maybe_here(), "unshard")
         part = x.local if isinstance(x, Sharded) else x
-        check_real(path, part, "give away")
+        check_real(path, part, "unshard")
         cast = dtype if part.dtype.is_floating_point else None
         named[name] = NamedLeaf(name, path, x, tuple(x.shape), cast or part.dtype)
     return named
@@ -235,7 +235,7 @@ def stream(
     return generator
 
 
-_TITLE = "the ranks give away trees, names or options that differ"
+_TITLE = "the ranks unshard other leaves, or under other names or options"
 _ADVICE = (
     "Every rank gives the same leaves. A plain tensor that differs is each rank's own: "
     "leave it out by rename=, or lay it out with ff.place or ff.init_state"
