@@ -14,8 +14,9 @@ collectives
     psum pmean pmax pmin all_gather psum_scatter all_to_all ppermute pbroadcast
     pcast start collective
 layouts and states
-    place init_state abstract_state TrainState unshard remesh lay_like reduce_like
-    assume Sharded is_sharded Layout Flat Split Owned Own randn_like
+    place init_state abstract_state TrainState unshard whole_leaves remesh
+    lay_like reduce_like assume Sharded is_sharded Layout Flat Split Owned Own
+    randn_like
 messages of shard
     Gather Reduction QuantizedGather QuantizedReduction
     HierarchicalGather HierarchicalReduction powersgd error_feedback
@@ -34,7 +35,7 @@ pipelines
 layers
     nn batch_norm init_statistics commit_statistics RunningStatistics
 checkpoints
-    save save_async load latest metadata consolidate CheckpointError
+    save save_async load latest metadata consolidate export CheckpointError
 modules and data
     from_module to_module by_size batches
 plans
@@ -117,6 +118,7 @@ with _uncollected():  # it would walk all of torch, for as long as these take
 
 if TYPE_CHECKING:
     from fsfunc import nn, optim, show, testing, tree
+    from fsfunc.checkpoint.exporting import export
     from fsfunc.checkpoint.finding import latest, metadata
     from fsfunc.checkpoint.loading import load
     from fsfunc.checkpoint.safetensors import consolidate
@@ -162,6 +164,7 @@ if TYPE_CHECKING:
     from fsfunc.planning.planner import plan
     from fsfunc.planning.recomputation import recompute_points
     from fsfunc.planning.stack_search import search
+    from fsfunc.state.leaf_by_leaf import whole_leaves
     from fsfunc.testing.proofs import prove
     from fsfunc.tracing.tracer import program
     from fsfunc.transforms.compilation import jit
@@ -221,6 +224,7 @@ if TYPE_CHECKING:
         "error_feedback",
         "estimate",
         "eval_params",
+        "export",
         "fits",
         "Flat",
         "from_module",
@@ -337,12 +341,14 @@ if TYPE_CHECKING:
         "verify",
         "warmup_cosine",
         "Weighted",
+        "whole_leaves",
     ]
 
 # What only some programs use comes when it is asked for: imports are paid by all.
 _LATER = {
     name: module
     for module, names in {
+        "fsfunc.checkpoint.exporting": "export",
         "fsfunc.checkpoint.finding": "latest metadata",
         "fsfunc.checkpoint.loading": "load",
         "fsfunc.checkpoint.safetensors": "consolidate",
@@ -382,6 +388,7 @@ _LATER = {
         "fsfunc.planning.recomputation": "recompute_points",
         "fsfunc.planning.stack_search": "search",
         "fsfunc.show": "show",
+        "fsfunc.state.leaf_by_leaf": "whole_leaves",
         "fsfunc.state.remeshing": "remesh",
         "fsfunc.testing": "testing",
         "fsfunc.testing.proofs": "prove",

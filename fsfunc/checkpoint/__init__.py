@@ -17,5 +17,6 @@ stored.py           the table of a checkpoint, and what must be true of it
 headers.py          what files say of themselves, and the manifest, made and read
 parsing.py folders.py   JSON, read by type; folders that appear whole, files in them
 loading.py          load: leaves matched, and filled
+exporting.py        export: a folder of whole tensors, for others
 finding.py reading.py   metadata, latest; reads of boxes, proven by checksums
 """

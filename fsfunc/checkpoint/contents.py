@@ -19,10 +19,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fsfunc import _torch, tree
+from fsfunc import tree
 from fsfunc.checkpoint.parsing import InvalidTable
 from fsfunc.checkpoint.stored import CheckpointError, check_path
-from fsfunc.comm.mesh import Here, maybe_here
+from fsfunc.comm.mesh import Here
 from fsfunc.runtime.generators import generator_states
 from fsfunc.sharded.layout import Coordinates, Layout
 from fsfunc.sharded.leaf import Sharded, is_sharded
@@ -30,6 +30,7 @@ from fsfunc.sharded.packed_layouts import stacked
 from fsfunc.sharded.placements import describe_tensor
 from fsfunc.sharded.slices import Box, boxes
 from fsfunc.state.layout_rules import check_distinct
+from fsfunc.state.values import check_real
 from fsfunc.tree.types import PyTree
 
 VALUE_TYPES: tuple[type, ...] = (bool, int, float, str)  # of leaves beside tensors
@@ -106,21 +107,6 @@ class Contents:
         return lines + [(repr(p), json.dumps(x)) for p, x in self.values.items()]
 
 
-def mesh_for(verb: str) -> Here | None:
-    """Returns the rank and mesh in sight, to save or load on; None without a mesh.
-
-    Raises:
-        RuntimeError: the mesh holds no values of its own.
-    """
-    here = maybe_here()
-    if here is not None and here.mesh.backend in ("abstract", "vmap"):
-        raise RuntimeError(
-            f"cannot {verb} on {here.mesh}, which holds no values of its own: {verb} "
-            "on a simulated mesh or on processes"
-        )
-    return here
-
-
 def coordinates_of(here: Here | None) -> dict[str, int]:
     """Returns the rank's coordinates, by axis; none without a mesh."""
     return {} if here is None else here.mesh.coordinates(here.rank)
@@ -138,7 +124,7 @@ def collect_contents(state: PyTree) -> Contents:
     paths, leaves, _ = tree.flatten_with_paths(state, is_leaf=is_sharded)
     check_distinct(paths, "the state")
     for path, leaf in zip(paths, leaves, strict=True):
-        _check_path(path)
+        check_name(path)
         if isinstance(leaf, Sharded | Tensor):
             local = LocalLeaf.of(path, leaf)
             # Detached, so that a save in the background keeps no graph alive.
@@ -157,40 +143,13 @@ def collect_contents(state: PyTree) -> Contents:
     return contents
 
 
-def _check_path(path: str) -> None:
+def check_name(path: str) -> None:
     try:
         check_path(path)
     except InvalidTable as error:
         raise ValueError(f"{error}, and a file could not hold it: rename it") from None
     if path == "__metadata__":  # safetensors' name for what is no tensor
         raise ValueError("a leaf called '__metadata__' cannot be saved: rename it")
-
-
-def check_real(path: str, part: Tensor, verb: str) -> None:
-    """Raises where a tensor has no values that could be saved or loaded."""
-    if isinstance(part, _torch.FakeTensor) or part.device.type == "meta":
-        reason = "on the meta device" if part.device.type == "meta" else "fake"
-        raise ValueError(
-            f"cannot {verb} {path!r}: it is {reason} and has no values; give a state "
-            "made by init_state on a simulated mesh or on processes"
-        )
-    if part.layout != torch.strided or part.is_quantized or _torch.is_wrapped(part):
-        raise ValueError(
-            f"cannot {verb} {path!r}, a tensor of layout {part.layout}, quantized or "
-            "under a torch.func transform: give a plain, dense one"
-        )
-
-
-def check_mesh(layout: Layout, here: Here | None, verb: str) -> None:
-    """Raises if a leaf's layout has axes that the mesh does not have."""
-    axes = {} if here is None else here.mesh.axes
-    for axis, size in layout.sizes.items():
-        if axes.get(axis) != size:
-            raise ValueError(
-                f"cannot {verb} {layout}: it is laid out over {axis!r} of size {size}, "
-                f"and this mesh has {dict(axes)}; {verb} it inside spmd(fn, mesh) on "
-                "its own mesh"
-            )
 
 
 def assign_parts(

@@ -34,7 +34,11 @@ _UNIQUE_NAME = re.compile(
 )
 _WRITTEN_BY_SAVES = re.compile(
     r"shard-\d{5}.*\.safetensors|rank-\d{5,}\.json(?:\.part)?|" + re.escape(MANIFEST)
-)  # by saves
+)
+# By exports, in a folder that is not complete: in another one they may be a user's.
+_WRITTEN_BY_EXPORTS = re.compile(
+    r"model(?:-\d{5}-of-\d{5})?\.safetensors(?:\.index\.json)?"
+)
 # Of a process on another host nobody can ask whether it runs: it has ended if nothing
 # has changed for so many seconds.
 _ABANDONED_AFTER = 86_400.0
@@ -141,15 +145,17 @@ def discard(part: Path) -> None:
         with suppress(OSError):
             part.unlink()
         return
+    match = _UNIQUE_NAME.fullmatch(part.name)
+    verb = "" if match is None else match[2]
     for path in list_folder(part):
-        if _WRITTEN_BY_SAVES.fullmatch(path.name):
+        is_exported = _WRITTEN_BY_EXPORTS.fullmatch(path.name) and verb == "saving"
+        if is_exported or _WRITTEN_BY_SAVES.fullmatch(path.name):
             with suppress(OSError):
                 path.unlink()
     try:
         part.rmdir()
     except OSError:
-        match = _UNIQUE_NAME.fullmatch(part.name)
-        if match is not None and match[2] == "deleting":
+        if match is not None and verb == "deleting":
             with suppress(OSError):
                 part.rename(part.with_name(match[1]))
 

@@ -24,11 +24,8 @@ from fsfunc import _torch, tree
 from fsfunc.checkpoint.agreement import check_same_everywhere, everywhere
 from fsfunc.checkpoint.contents import (
     LocalLeaf,
-    check_mesh,
-    check_real,
     coordinates_of,
     generators_of,
-    mesh_for,
     restore_generators,
 )
 from fsfunc.checkpoint.finding import metadata
@@ -45,6 +42,7 @@ from fsfunc.sharded.packing import PackedTree, as_packed_tree
 from fsfunc.sharded.placements import Own, describe_tensor
 from fsfunc.sharded.plain_leaves import WHOLE, lay_leaf, placement_of
 from fsfunc.sharded.spent import refuse_unusable, spend
+from fsfunc.state.values import check_mesh, check_real, mesh_for
 from fsfunc.transforms.donation import Memory
 from fsfunc.tree.structure import TreeMismatch, matches, nearest
 from fsfunc.tree.types import Leaf, PyTree

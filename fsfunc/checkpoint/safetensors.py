@@ -66,7 +66,7 @@ def write_parts(
     by_file: dict[int, list[Entry]] = defaultdict(list)
     box_counts: dict[str, int] = defaultdict(int)  # by path, so far
     for path, box, x in parts:
-        read = lambda x=x: _to_plain(x)  # noqa: E731
+        read = lambda x=x: to_plain(x)  # noqa: E731
         entry = Entry(path, x.dtype, box.sizes, read, box.offsets)
         by_file[box_counts[path]].append(entry)
         box_counts[path] += 1
@@ -88,7 +88,7 @@ def write_parts(
     return files
 
 
-def _to_plain(x: Tensor) -> Tensor:
+def to_plain(x: Tensor) -> Tensor:
     """Returns the elements in order, on the CPU.
 
     A view that is lazily conjugated, negated or transposed has others in its memory.
@@ -198,7 +198,7 @@ def consolidate(
     check_absent(file)
     # Wide elements first, so that all are aligned.
     leaves = sorted(stored.tensors.items(), key=lambda pair: -pair[1].dtype.itemsize)
-    tensors = _read_whole(stored, [leaf for _, leaf in leaves])
+    tensors = read_whole(stored, [leaf for _, leaf in leaves])
     entries = [Entry(p, x.dtype, x.shape, lambda: next(tensors)) for p, x in leaves]
     nbytes = sum(e.nbytes for e in entries)
     header = make_header(entries, seal(extra_facts(stored), nbytes))
@@ -214,7 +214,7 @@ def consolidate(
     return file
 
 
-def _read_whole(stored: Stored, leaves: Sequence[StoredTensor]) -> Iterator[Tensor]:
+def read_whole(stored: Stored, leaves: Sequence[StoredTensor]) -> Iterator[Tensor]:
     """Yields the leaves one after another; small ones are read together."""
     for batch in _batches(leaves):
         tensors = deque(

@@ -30,10 +30,8 @@ from fsfunc.checkpoint import folders
 from fsfunc.checkpoint.agreement import all_ranks, everywhere, raise_everywhere
 from fsfunc.checkpoint.contents import (
     Contents,
-    check_mesh,
     collect_contents,
     coordinates_of,
-    mesh_for,
 )
 from fsfunc.checkpoint.headers import SAFE_DTYPES, STORED_AS_PAIRS, dtype_name
 from fsfunc.checkpoint.stored import check_depth
@@ -45,6 +43,7 @@ from fsfunc.comm.descriptions import checksums
 from fsfunc.comm.mesh import Here
 from fsfunc.comm.tracebacks import api_boundary
 from fsfunc.sharded.spent import refuse_unusable
+from fsfunc.state.values import check_mesh, mesh_for
 from fsfunc.tree.types import PyTree
 
 _TITLE = "the ranks save to different paths, or trees that differ"

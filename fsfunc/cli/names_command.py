@@ -45,6 +45,8 @@ WORDS = {
     "donate": "in place memory donate_argnums",
     "ema": "exponential moving average evaluation",
     "eval_params": "evaluation ema average",
+    "export": "save_pretrained hugging face transformers huggingface safetensors vllm "
+    "inference",
     "fits": "oom out of memory enough margin",
     "from_module": "nn.Module model wrap auto_wrap functional_call hugging face "
     "transformers eval mode train mode frozen freeze requires_grad lora adapter peft",
@@ -90,6 +92,8 @@ WORDS = {
     "to_module": "nn.Module export model",
     "unit": "layer block wrap granularity",
     "unshard": "full parameters summon_full_params full_tensor generate export gather",
+    "whole_leaves": "vllm load_weights inference engine stream summon_full_params "
+    "full_tensor export gather sglang rollout",
     "value": "evaluate evaluation validation loss no_grad eval",
     "value_and_grad": "backward loss gradient grad",
     "warmup_cosine": "lr scheduler learning rate schedule",

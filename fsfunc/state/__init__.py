@@ -19,5 +19,7 @@ agreeing.py         comparison of ranks that lay out; errors raised on all
 leaf_sources.py     the values of leaves: given, deferred, or shapes alone
 layout_rules.py     leaves that are split over axes of their own
 unsharding.py laid_like.py   unshard; lay_like, reduce_like, randn_like
+leaf_by_leaf.py whole_tensors.py   whole_leaves; a leaf put together of its parts
+values.py           meshes and tensors without values, refused
 init_tape.py        an init function recorded, and replayed for this rank's part
 """

@@ -7,7 +7,6 @@ is the entry of a unit. `laid_like` has the ways back.
 
 from __future__ import annotations
 
-from functools import lru_cache
 from typing import TypeVar
 
 import torch
@@ -15,7 +14,7 @@ from torch import Tensor
 
 from fsfunc import tree
 from fsfunc.comm.attribution import label
-from fsfunc.comm.collective_ops import apply_map, declare_type
+from fsfunc.comm.collective_ops import apply_map
 from fsfunc.comm.groups import RankGroup, get_group
 from fsfunc.comm.linear_maps import LinearMap
 from fsfunc.comm.mesh import averaged_axes, here
@@ -24,12 +23,12 @@ from fsfunc.comm.typed_maps import ENTER, GATHER, check_samples
 from fsfunc.core.frames import frame
 from fsfunc.optim.leaves import may_be_differentiated
 from fsfunc.optim.reductions import as_rank_local
-from fsfunc.sharded.layout import Layout, Region, every_coordinate
+from fsfunc.sharded.layout import Layout
 from fsfunc.sharded.leaf import Sharded, is_sharded
 from fsfunc.sharded.packing import concatenate_flat
 from fsfunc.sharded.plain_leaves import lay_leaf
-from fsfunc.sharded.slices import write
 from fsfunc.sharded.spent import refuse_unusable
+from fsfunc.state.whole_tensors import check_only, gather_whole
 from fsfunc.tree.types import Leaf
 
 _Tree = TypeVar("_Tree")
@@ -50,13 +49,14 @@ def unshard(
         only: the one rank that gets the result; the others get None for those leaves.
 
     Raises:
-        ValueError: ``only`` where the result is differentiated; a leaf that carries an
-            autograd graph, outside of a sharded step.
+        ValueError: ``only`` where the result is differentiated, or which is no rank; a
+            leaf that carries an autograd graph, outside of a sharded step.
 
     Transpose: the mean of the cotangents, of which each rank keeps its part.
 
-    Cost: one all-gather for each leaf, (n-1) times the rank's largest part; backward
-    one reduce-scatter.
+    Cost: one all-gather for each leaf, (n-1) times the rank's largest part (of a leaf
+    of one pipeline stage among the ranks of that stage, and a broadcast to the others);
+    with ``only`` each other rank sends its part alone. Backward one reduce-scatter.
 
     >>> import torch, fsfunc as ff
     >>> mesh = ff.make_mesh({"data": 2}, "simulated")
@@ -84,52 +84,17 @@ def unshard(
                 )
             full = _entered(x)
         else:
-            full = _gathered(x.layout, local)
-        if only is not None and here().rank != only:
+            full = gather_whole(x.layout, local, only)
+        if full is None:
             return None
         full = full if to is None else full.to(to)
         lay_leaf(full)  # one value on all ranks
         return full
 
+    check_only("unshard", only)
     refuse_unusable(t)
     with label("", "unshard"):
         return tree.map(make_whole, t, is_leaf=is_sharded)
-
-
-def _gathered(layout: Layout, local: Tensor) -> Tensor:
-    """Returns a whole leaf, which is not differentiated."""
-    rank_here, local = here(), local.detach()
-    if not layout.axes:
-        layout.check_part(local.shape, {})
-        if copies := averaged_axes():
-            local = apply_map(local, ENTER, get_group(copies))
-        return local.reshape(layout.shape).clone()
-    where = get_group(layout.axes, rank_here)
-    regions = _regions(layout)
-    _, start, stop = regions[where.index]
-    if local.shape != (stop - start,):  # no part of a packed leaf, as its layout says
-        layout.check_part(local.shape, rank_here.mesh.coordinates(rank_here.rank))
-    # An all-gather sends as much from each rank: parts are padded to the largest.
-    size = max([stop - start for _, start, stop in regions])
-    sent = local.new_zeros(size)
-    sent[: local.numel()] = local.reshape(-1)
-    gathered = sent
-    if where.size > 1:
-        gathered = where.start("all_gather", sent, name=layout.name).wait()
-    rows = zip(regions, gathered.view(len(regions), size).unbind(), strict=True)
-    if layout.parts == (layout.flat,):  # one range after another
-        parts = [row[: stop - start] for (_, start, stop), row in rows]
-        return declare_type(torch.cat(parts).view(layout.shape), "A")
-    full = local.new_empty(layout.shape)
-    for region, row in rows:
-        write(full, region, row)
-    return declare_type(full, "A")
-
-
-@lru_cache(1024)
-def _regions(layout: Layout) -> list[Region]:
-    """Returns each rank's region, ranks in the order of the layout's axes."""
-    return [layout.region(coordinates) for coordinates in every_coordinate(layout)]
 
 
 def _entered(x: Sharded) -> Tensor:

@@ -31,6 +31,7 @@ test_hf_storage.py
 test_consolidate_hf_safetensors.py
   has     | parts become one file | checkpoint/test_other_readers.py::test_a_state_becomes_one_file_and_comes_back
   has     | leaf by leaf, in little memory | checkpoint/test_checkpoint_cost.py::test_one_file_is_made_one_leaf_at_a_time
+  has     | files of at most some bytes, with an index | checkpoint/test_export.py::test_files_hold_at_most_so_many_bytes_and_an_index_says_which
 test_quantized_hf_storage.py
   not     | quantised files are dequantised as they are read | a file's values are what it says; use a dtype of your own
 test_format_utils.py

@@ -131,6 +131,9 @@ def main(folder: Path) -> float:
         # Layout
     reveal_type(ff.unshard(params))
     # dict[str, Tensor]
+    for _, weight in ff.whole_leaves(params, only=0):
+        reveal_type(weight)
+        # Tensor
 
     pending = ff.start(ff.psum, batch, "data")
     reveal_type(pending.wait())

@@ -1,0 +1,52 @@
+"""Checks that a mesh and its tensors have values, to save, to load or to give away."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fsfunc import _torch
+from fsfunc.comm.mesh import Here, maybe_here
+from fsfunc.sharded.layout import Layout
+
+
+def mesh_for(verb: str) -> Here | None:
+    """Returns the rank and mesh in sight, to act on; None without a mesh.
+
+    Raises:
+        RuntimeError: the mesh holds no values of its own.
+    """
+    here = maybe_here()
+    if here is not None and here.mesh.backend in ("abstract", "vmap"):
+        raise RuntimeError(
+            f"cannot {verb} on {here.mesh}, which holds no values of its own: {verb} "
+            "on a simulated mesh or on processes"
+        )
+    return here
+
+
+def check_real(path: str, part: Tensor, verb: str) -> None:
+    """Raises where a tensor has no values to save, load or give away."""
+    if isinstance(part, _torch.FakeTensor) or part.device.type == "meta":
+        reason = "on the meta device" if part.device.type == "meta" else "fake"
+        raise ValueError(
+            f"cannot {verb} {path!r}: it is {reason} and has no values; give a state "
+            "made by init_state on a simulated mesh or on processes"
+        )
+    if part.layout != torch.strided or part.is_quantized or _torch.is_wrapped(part):
+        raise ValueError(
+            f"cannot {verb} {path!r}, a tensor of layout {part.layout}, quantized or "
+            "under a torch.func transform: give a plain, dense one"
+        )
+
+
+def check_mesh(layout: Layout, here: Here | None, verb: str) -> None:
+    """Raises if a leaf's layout has axes that the mesh does not have."""
+    axes = {} if here is None else here.mesh.axes
+    for axis, size in layout.sizes.items():
+        if axes.get(axis) != size:
+            raise ValueError(
+                f"cannot {verb} {layout}: it is laid out over {axis!r} of size {size}, "
+                f"and this mesh has {dict(axes)}; {verb} it inside spmd(fn, mesh) on "
+                "its own mesh"
+            )
