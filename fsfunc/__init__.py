@@ -165,6 +165,7 @@ if TYPE_CHECKING:
     from fsfunc.planning.recomputation import recompute_points
     from fsfunc.planning.stack_search import search
     from fsfunc.state.leaf_by_leaf import whole_leaves
+    from fsfunc.state.remeshing import remesh
     from fsfunc.testing.proofs import prove
     from fsfunc.tracing.tracer import program
     from fsfunc.transforms.compilation import jit
