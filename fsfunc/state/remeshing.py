@@ -50,7 +50,7 @@ from fsfunc.state.leaf_moves import (
     LeafMove,
     check_lies_on,
     computing_device,
-    find_unmovable,
+    is_of_rank,
     run_moves,
 )
 from fsfunc.tree.types import Leaf, PyTree
@@ -282,6 +282,14 @@ class _Participants:
     ) -> PyTree:
         """Returns the new state of one participant; None where it has no part."""
         size = self.new_mesh.size
+        for x in described.leaves:
+            # Codes of a rank that is gone, or of elements that go to another rank.
+            if x.layout is not None and is_of_rank(x.layout):
+                raise ValueError(
+                    f"remesh: {x.path!r} {x.layout} is of the elements of one rank's "
+                    "buffer (codes in 8 bits, or what reductions lost), and these "
+                    "move: begin the optimizer's state anew, of the parameters alone"
+                )
         relaid = Relaid(
             (x.layout for x in described.leaves if x.layout is not None),
             self.new_mesh.axes,
@@ -319,12 +327,6 @@ class _Participants:
                 torch.device(x.device_type) if part is None else part.device,
                 x.placement,
             )  # fmt: skip
-        if (stays := find_unmovable(moves.values())) is not None:
-            raise ValueError(
-                f"remesh: {stays.path!r} {stays.old.layout} is of the elements of one "
-                "rank's buffer (codes in 8 bits, or what reductions lost), and these "
-                "move: begin the optimizer's state anew, of the parameters alone"
-            )
         leaves_here = index < size
         coordinates = self.new_mesh.coordinates(index if leaves_here else 0)
         return run_moves(

@@ -5,7 +5,11 @@ need and have not, a plan says so before, and the next steps are those of one th
 begun there.
 """
 
+import hashlib
+import json
 import math
+import os
+from pathlib import Path
 
 import pytest
 import torch
@@ -16,7 +20,8 @@ import fsfunc as ff
 from fsfunc import tree
 from fsfunc.sharded.leaf import is_sharded
 from fsfunc.sharded.slices import take
-from tests.checks import same, simulated
+from fsfunc.state.leaf_moves import run_moves
+from tests.checks import same, simulated, unchanged
 from tests.covering import by_turns
 from tests.state.moves import (
     STACKS,
@@ -227,3 +232,226 @@ def test_what_belongs_to_buffers_is_refused_with_the_way_out(optimizer):
         same(ff.unshard(params), ff.unshard(state.params))
 
     ff.spmd(main, mesh)()
+
+
+# Memory, and what is given up
+
+
+@pytest.mark.parametrize("start, end", [("zero=3", "HSDP"), ("HSDP", "merged")])
+def test_a_donated_move_holds_one_buffer_twice_at_most(start, end, monkeypatch):
+    """At its peak the larger state, a buffer of the other, and one leaf's messages."""
+    peaks = {}
+
+    def measured(moves, *args, **how):
+        # Tensors without data, which say where everything is to lie, take no memory.
+        parts = [m.old_part for m in moves.values()]
+        with ff.testing.live_bytes(parts) as seen:
+            parts.clear()
+            moved = run_moves(moves, *args, **how)
+        peaks[mesh.rank] = seen.peak_bytes
+        return moved
+
+    monkeypatch.setattr("fsfunc.state.moving.run_moves", measured)
+    old_mesh, mesh = mesh_of(start), mesh_of(end)
+    optimizer = lambda: ff.sharded_adam(0.01)  # noqa: E731
+
+    def large():
+        ones = torch.ones
+        return [
+            {"up": ones(4, 600), "bias": ones(4), "down": ones(600, 4)}
+            for _ in range(12)
+        ]
+
+    @ff.unit
+    def wide(p, x):
+        return x + torch.tanh(x @ p["up"].T + p["bias"]) @ p["down"].T
+
+    def loss(params, x):
+        for p in params:
+            x = wide(p, x)
+        return x.square().mean()
+
+    def step_on(name, mesh):
+        return STACKS[name][1](optimizer()(ff.value_and_grad(loss)), mesh)
+
+    x = torch.ones(1, 600)
+    states = ff.spmd(
+        lambda: ff.init_state(step_on(start, old_mesh), large, optimizer(), x), old_mesh
+    )()
+
+    def bytes_of(state):
+        buffers = {
+            id(leaf.packed): leaf.packed.flat
+            for leaf in by_path(state).values()
+            if is_sharded(leaf)
+        }
+        return [flat.nbytes for flat in buffers.values()]
+
+    def move():
+        state = states[mesh.rank]
+        states[mesh.rank] = None
+        before = bytes_of(state)
+        moved = ff.place(step_on(end, mesh), state, x, on=old_mesh, donate=True)
+        after = bytes_of(moved)
+        largest = max(before + after)
+        messages = 3 * 600 * 4 * 4  # a leaf sent, received, and put into one message
+        state_bytes = max(sum(before), sum(after))
+        assert peaks[mesh.rank] <= state_bytes + largest + messages
+        with pytest.raises(RuntimeError, match="given to ff.place"):
+            by_path(state)["params/0/up"].local  # noqa: B018
+        with pytest.raises(RuntimeError, match="given to ff.place"):
+            ff.place(step_on(end, mesh), state, x)
+        return ff.unshard(moved)
+
+    whole = ff.spmd(ff.unshard, old_mesh)(states)[0]
+    for moved in ff.spmd(move, mesh)():
+        same(moved, whole)
+
+
+def test_without_donate_the_tree_stays_as_it_was():
+    mesh = simulated(4)
+
+    def main():
+        state, x = begun("zero=3", mesh), batch_of("zero=0", mesh)
+        with unchanged(state):
+            ff.place(step_of("zero=0", mesh), state, x)
+
+    ff.spmd(main, mesh)()
+
+
+def test_evaluation_on_gathered_parameters_sends_nothing():
+    """At zero=1 each rank has all of the parameters, once they were gathered."""
+    mesh = simulated(4)
+
+    def main():
+        x = batch_of("zero=1", mesh)
+        state = begun("zero=1", mesh)
+        ff.shard(ff.value(loss_fn), mesh, "data", zero=1)(state.params, x)
+        with ff.ledger() as log:
+            params = ff.place(
+                ff.shard(ff.value(loss_fn), mesh, "data", zero=0), state.params, x
+            )
+        assert log.of(mesh.rank) == []
+        same(ff.unshard(params), ff.unshard(state.params))
+
+    ff.spmd(main, mesh)()
+
+
+# What is refused
+
+
+def test_refusals_say_the_way_out():
+    mesh, grid = mesh_of("zero=3"), mesh_of("split")
+    states = ff.spmd(lambda: begun("zero=3", mesh), mesh)()
+    split = ff.spmd(lambda: begun("split", grid), grid)()
+
+    def refused(match, state, name, where, **how):
+        def main(state):
+            x = batch_of(name, where)
+            with pytest.raises(ValueError, match=match):
+                ff.place(step_of(name, where), state, x, **how)
+
+        ff.spmd(main, where)(state)
+
+    refused("on=mesh", states, "HSDP", grid)
+    refused("ff.remesh moves a state", states, "HSDP", grid, on=simulated(3))
+    refused("on no rank", states, "zero=0", mesh, record="real")
+    refused(
+        'split over "model" of size 2, which it cannot', split, "zero=3", mesh, on=grid
+    )
+    averaged = ff.spmd(
+        lambda s: s.replace(extra=ff.tree.map(torch.clone, s.params)), mesh
+    )(states)
+    refused(
+        r"no unit of the function takes 'extra.*like=", averaged, "HSDP", grid, on=mesh
+    )
+
+
+def test_a_copy_of_parameters_lies_where_like_says():
+    mesh, grid = mesh_of("zero=3"), mesh_of("HSDP")
+    copied = lambda s: s.replace(extra=ff.tree.map(torch.clone, s.params))  # noqa: E731
+    states = ff.spmd(lambda: copied(begun("zero=3", mesh)), mesh)()
+
+    def main(state):
+        step, x = step_of("HSDP", grid), batch_of("HSDP", grid)
+        moved = ff.place(step, state, x, on=mesh, like={"extra": "params"})
+        leaves = by_path(moved)
+        for path in [
+            p for p in leaves if p.startswith("extra") and is_sharded(leaves[p])
+        ]:
+            assert leaves[path].layout == leaves[path.replace("extra", "params")].layout
+        ff.tree.map(torch.add, moved.extra, moved.params)
+        return ff.unshard(moved.extra), ff.unshard(moved.params)
+
+    for extra, params in ff.spmd(main, grid)(states):
+        same(extra, params)
+
+
+def test_ranks_that_have_other_layouts_raise_before_anything_is_sent():
+    mesh = simulated(2)
+
+    def main():
+        zero = 3 if mesh.rank == 0 else 2
+        step = lambda z: ff.shard(ff.value(loss_fn), mesh, "data", zero=z)  # noqa: E731
+        x = torch.ones(2, 6, dtype=torch.float64)
+        params = ff.place(step(3), params_of(), x)
+        with ff.ledger() as log:
+            ff.place(step(zero), params, x)
+        assert not log.records
+
+    with pytest.raises(ValueError, match="unlike steps"):
+        ff.spmd(main, mesh)()
+
+
+# Over processes
+
+
+def main():
+    """As a program: what each rank has after some moves, and what it sent."""
+    torch.set_num_threads(1)
+    meshes = {name: mesh_of(name, None) for name in CHAIN}
+    first = meshes[CHAIN[0]]
+    (line,) = ff.spmd(lambda: chain_of_moves(meshes), first)()
+    os.write(1, f"{json.dumps([first.rank, *line])}\n".encode())
+    torch.distributed.destroy_process_group()
+
+
+CHAIN = ("zero=3", "HSDP", "pipeline", "zero=0", "merged")
+
+
+def chain_of_moves(meshes):
+    """The digests of a rank's parts after each move, and the bytes it sent."""
+    old_mesh = meshes[CHAIN[0]]
+    state, lines = begun(CHAIN[0], old_mesh), []
+    for name in CHAIN[1:]:
+        mesh = meshes[name]
+        with ff.ledger() as log:
+            state = ff.place(
+                step_of(name, mesh),
+                state,
+                batch_of(name, mesh),
+                on=old_mesh,
+                donate=True,
+            )
+        sha = hashlib.sha256()
+        for path, x in by_path(state).items():
+            if is_sharded(x):
+                sha.update(f"{path} {x.layout}".encode())
+                sha.update(x.local.contiguous().numpy().tobytes())
+        lines.append((sha.hexdigest(), float(log.bytes(rank=mesh.rank))))
+        old_mesh = mesh
+    return lines
+
+
+@pytest.mark.processes
+def test_processes_move_as_simulated_ranks_do(processes):
+    printed = processes(Path(__file__), 4).splitlines()
+    found = {rank: lines for rank, *lines in map(json.loads, printed)}
+    meshes = {name: mesh_of(name) for name in CHAIN}
+    simulated_ranks = ff.spmd(lambda: chain_of_moves(meshes), meshes[CHAIN[0]])()
+    for rank, expected in enumerate(simulated_ranks):
+        assert found[rank] == [list(line) for line in expected], rank
+
+
+if __name__ == "__main__":
+    main()
