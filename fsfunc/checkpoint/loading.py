@@ -178,7 +178,7 @@ def _fill(
     """
     for leaf in tree.leaves(target, is_leaf=is_sharded):
         if isinstance(leaf, Sharded):
-            check_mesh(leaf.layout, here, "load")
+            check_mesh(leaf, here, "load")
     if device is not None and torch.device(device).type == "meta":
         raise ValueError("cannot load to the meta device, which holds no values")
     # Leaves that are packed together become one tensor, as they do in the target.

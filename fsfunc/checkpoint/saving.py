@@ -26,6 +26,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from fsfunc import tree
 from fsfunc.checkpoint import folders
 from fsfunc.checkpoint.agreement import all_ranks, everywhere, raise_everywhere
 from fsfunc.checkpoint.contents import (
@@ -42,6 +43,7 @@ from fsfunc.comm.comparison import Section, agree, digest_of
 from fsfunc.comm.descriptions import checksums
 from fsfunc.comm.mesh import Here
 from fsfunc.comm.tracebacks import api_boundary
+from fsfunc.sharded.leaf import is_sharded
 from fsfunc.sharded.spent import refuse_unusable
 from fsfunc.state.values import check_mesh, mesh_for
 from fsfunc.tree.types import PyTree
@@ -279,6 +281,8 @@ def _begin(
 def _collect_saveable(state: PyTree, here: Here | None) -> Contents:
     """Collects the contents of a state, all of which files can hold."""
     refuse_unusable(state)
+    for leaf in filter(is_sharded, tree.leaves(state, is_leaf=is_sharded)):
+        check_mesh(leaf, here, "save")
     contents = collect_contents(state)
     for path, leaf in contents.tensors.items():
         if leaf.part.dtype not in (*SAFE_DTYPES, *STORED_AS_PAIRS):
@@ -286,5 +290,4 @@ def _collect_saveable(state: PyTree, here: Here | None) -> Contents:
                 f"cannot save {path!r}, of dtype {dtype_name(leaf.part.dtype)}: "
                 "safetensors has none such; save a view of it in another"
             )
-        check_mesh(leaf.layout, here, "save")
     return contents

@@ -168,7 +168,7 @@ def collect_leaves(
         if isinstance(own := placement_of(x), Own):
             raise rank_local_error(function, path, str(own))
         if isinstance(x, Sharded):
-            check_mesh(x.layout, maybe_here(), "unshard")
+            check_mesh(x, maybe_here(), "unshard")
         part = x.local if isinstance(x, Sharded) else x
         check_real(path, part, "unshard")
         cast = dtype if part.dtype.is_floating_point else None

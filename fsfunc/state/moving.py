@@ -8,7 +8,7 @@ sends what), and gives old memory back as it goes.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 import torch
@@ -25,6 +25,7 @@ from fsfunc.sharded.placements import Own, Whole, describe_tensor
 from fsfunc.sharded.plain_leaves import placement_of
 from fsfunc.sharded.spent import refuse_unusable
 from fsfunc.sharded.transfers import Side
+from fsfunc.state.agreeing import kind_of
 from fsfunc.state.leaf_moves import (
     LeafMove,
     check_lies_on,
@@ -82,6 +83,28 @@ class MovedLeaves(Shapes):
                 return torch.empty(x.layout.shape, **options)
 
         self.stand_ins: PyTree = tree.unflatten(treedef, map(stand_in, leaves))
+        self._treedef = treedef
+
+    @property
+    def is_all_laid_out(self) -> bool:
+        """Whether no plain tensor is there that was never laid out.
+
+        Of such a one ranks compare the values.
+        """
+        return all(
+            self.placements[path] is not None
+            for path, x in self.leaves.items()
+            if isinstance(x, Tensor)
+        )
+
+    @property
+    def key(self) -> Hashable:
+        """Structure, layouts, shapes and dtypes: all that decides where leaves go."""
+        described = (
+            (x.layout, x.local.dtype, x.device) if is_sharded(x) else kind_of(x)
+            for x in self.leaves.values()
+        )
+        return self._treedef, tuple(self.mesh.axes.items()), *described
 
     @property
     def splits(self) -> dict[str, tuple[Split, ...]]:
@@ -161,9 +184,12 @@ def move(source: MovedLeaves, target: PyTree, here: Here, donate: bool) -> PyTre
     tree and the new one: what it sends and receives of one leaf. With ``donate`` an old
     buffer is freed when its last leaf has left.
     """
-    paths, targets, treedef = tree.flatten_with_paths(target, is_leaf=is_sharded)
-    pairs = list(zip(paths, targets, strict=True))
-    targets = [_with_old_layout(source, path, x, here.mesh) for path, x in pairs]
+    paths, laid, treedef = tree.flatten_with_paths(target, is_leaf=is_sharded)
+    targets: list[Leaf] = []
+    for path, x in zip(paths, laid, strict=True):
+        is_tensor = isinstance(x, Tensor | Sharded)
+        x = x if is_tensor else source.leaves[path]  # a number, as it is now
+        targets.append(_with_old_layout(source, path, x, here.mesh))
     moves = {
         path: _move_of(source, path, x, here.mesh)
         for path, x in zip(paths, targets, strict=True)

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Concatenate, Literal, TypeVar
+from weakref import WeakKeyDictionary
 
 from torch import Tensor
 
@@ -135,7 +136,9 @@ def place(
     Cost: of each whole leaf, the rank's part is copied, and all of it read once; over
     processes a gather of 32 bytes and two of 16, which are in no ledger. Of a leaf that
     moves, one all-to-all of what ranks lack, and memory for what this rank sends and
-    receives of it; one more gather of 16 bytes.
+    receives of it; one more gather of 16 bytes. ``fn`` is recorded, on tensors without
+    data; but not again where the same function is given moved leaves of the same shapes
+    and layouts.
 
     >>> import torch, fsfunc as ff
     >>> mesh = ff.make_mesh({"data": 4}, "simulated")
@@ -184,10 +187,38 @@ def _move(
             "state"
         )
     source = MovedLeaves(request.t, request.batch, mesh, rank_here.rank)
+    source.whole_paths |= _paths_named(request.layouts, request.t, unsplit=True)
+    # How a function's argument lies follows from shapes and rules: a loop that moves
+    # parameters between its steps does not have it recorded each time.
+    targets, key = _TARGETS.setdefault(request.fn, {}), None
+    if request.laying and source.is_all_laid_out and not _torch.fake_active():
+        rules = (
+            tuple((request.layouts or {}).items()),
+            tuple((request.like or {}).items()),
+        )
+        batch, batch_treedef = tree.flatten(request.batch, is_leaf=is_sharded)
+        kinds = batch_treedef, *map(kind_of, batch)
+        meshes = tuple(rank_here.mesh.axes.items()), rank_here.rank
+        key = source.key, rules, kinds, meshes
+    if key in targets:
+        agreement.compared = True
+        target, whole_paths = targets[key]
+        source.whole_paths |= whole_paths
+        return move(source, target, rank_here, donate)
     request = replace(
         request, t=source.stand_ins, source=source, kept_splits=source.splits
     )
-    return move(source, lay_out(request, agreement), rank_here, donate)
+    target = lay_out(request, agreement)
+    if key is not None:
+        targets[key] = target, set(source.whole_paths)
+    return move(source, target, rank_here, donate)
+
+
+# By function: by what it is called with, the target of a move without its data, and the
+# leaves that are to be whole.
+_TARGETS: WeakKeyDictionary[Callable[..., Any], dict[Any, tuple[PyTree, set[str]]]] = (
+    WeakKeyDictionary()
+)
 
 
 def _is_moved(t: PyTree, named: Collection[str]) -> bool:
@@ -207,10 +238,17 @@ def _is_moved(t: PyTree, named: Collection[str]) -> bool:
     )
 
 
-def _paths_named(layouts: LayoutRules | None, t: PyTree) -> set[str]:
-    """Returns the paths that rules of layouts name."""
-    paths = tree.paths(t, is_leaf=is_sharded)
-    return {p for p in paths if any(matches(pattern, p) for pattern in layouts or {})}
+def _paths_named(
+    layouts: LayoutRules | None, t: PyTree, unsplit: bool = False
+) -> set[str]:
+    """Returns the paths that rules of layouts name.
+
+    Args:
+        unsplit: only those that a rule without any split names.
+    """
+    patterns = [p for p, rule in (layouts or {}).items() if not unsplit or rule == ()]
+    paths = tree.paths(t, is_leaf=is_sharded) if patterns else []
+    return {path for path in paths if any(matches(p, path) for p in patterns)}
 
 
 @dataclass(frozen=True)

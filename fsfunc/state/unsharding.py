@@ -17,7 +17,7 @@ from fsfunc.comm.attribution import label
 from fsfunc.comm.collective_ops import apply_map
 from fsfunc.comm.groups import RankGroup, get_group
 from fsfunc.comm.linear_maps import LinearMap
-from fsfunc.comm.mesh import averaged_axes, here
+from fsfunc.comm.mesh import averaged_axes, here, maybe_here
 from fsfunc.comm.tracebacks import api_boundary
 from fsfunc.comm.typed_maps import ENTER, GATHER, check_samples
 from fsfunc.core.frames import frame
@@ -28,6 +28,7 @@ from fsfunc.sharded.leaf import Sharded, is_sharded
 from fsfunc.sharded.packing import concatenate_flat
 from fsfunc.sharded.plain_leaves import lay_leaf
 from fsfunc.sharded.spent import refuse_unusable
+from fsfunc.state.values import check_mesh
 from fsfunc.state.whole_tensors import check_only, gather_whole
 from fsfunc.tree.types import Leaf
 
@@ -69,13 +70,15 @@ def unshard(
     [[0.0, 1.0, 2.0], [0.0, 1.0, 2.0]]
     """
 
-    tracer = frame().tracer
+    tracer, rank_here = frame().tracer, maybe_here()
 
     def make_whole(x: Leaf) -> Leaf:
         if not isinstance(x, Sharded):
             return as_rank_local(x) if isinstance(x, Tensor) else x
         if tracer is not None:
             tracer.on_take("unshard", [x])
+        x.check()
+        check_mesh(x, rank_here, "unshard")
         if may_be_differentiated([local := x.local]):
             if only is not None:
                 raise ValueError(

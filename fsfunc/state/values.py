@@ -7,7 +7,7 @@ from torch import Tensor
 
 from fsfunc import _torch
 from fsfunc.comm.mesh import Here, maybe_here
-from fsfunc.sharded.layout import Layout
+from fsfunc.sharded.leaf import Sharded
 
 
 def mesh_for(verb: str) -> Here | None:
@@ -40,9 +40,13 @@ def check_real(path: str, part: Tensor, verb: str) -> None:
         )
 
 
-def check_mesh(layout: Layout, here: Here | None, verb: str) -> None:
-    """Raises if a leaf's layout has axes that the mesh does not have."""
-    axes = {} if here is None else here.mesh.axes
+def check_mesh(leaf: Sharded, here: Here | None, verb: str) -> None:
+    """Raises if a leaf lies on another mesh than that in sight.
+
+    Its layout names the axes and their sizes. A packed buffer also knows where on them
+    its rank is: on a mesh with the same axes in another order that is another place.
+    """
+    axes, layout = {} if here is None else here.mesh.axes, leaf.layout
     for axis, size in layout.sizes.items():
         if axes.get(axis) != size:
             raise ValueError(
@@ -50,3 +54,13 @@ def check_mesh(layout: Layout, here: Here | None, verb: str) -> None:
                 f"and this mesh has {dict(axes)}; {verb} it inside spmd(fn, mesh) on "
                 "its own mesh"
             )
+    if here is None or leaf.packed is None:
+        return
+    coordinates, there = here.mesh.coordinates(here.rank), leaf.packed.coordinates
+    if any(coordinates[axis] != index for axis, index in there.items()):
+        raise ValueError(
+            f"cannot {verb} {layout} on {here.mesh}: the part of this rank is that at "
+            f"{dict(there)}, and here the rank is at {coordinates}; {verb} it inside "
+            "spmd(fn, mesh) on its own mesh, or move it, by ff.place(fn, t, ..., "
+            "on=its_mesh)"
+        )

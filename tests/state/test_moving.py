@@ -20,6 +20,7 @@ import fsfunc as ff
 from fsfunc import tree
 from fsfunc.sharded.leaf import is_sharded
 from fsfunc.sharded.slices import take
+from fsfunc.state import placing
 from fsfunc.state.leaf_moves import run_moves
 from tests.checks import same, simulated, unchanged
 from tests.covering import by_turns
@@ -335,6 +336,68 @@ def test_evaluation_on_gathered_parameters_sends_nothing():
         same(ff.unshard(params), ff.unshard(state.params))
 
     ff.spmd(main, mesh)()
+
+
+def test_the_same_move_again_records_nothing(monkeypatch):
+    """And takes numbers and values as they are then."""
+    mesh = simulated(4)
+    recorded = []
+    record = placing._record
+
+    def counted(*args, **how):
+        recorded.append(1)
+        return record(*args, **how)
+
+    monkeypatch.setattr(placing, "_record", counted)
+
+    def main():
+        x, state = batch_of("zero=3", mesh), begun("zero=3", mesh)
+        step, whole_step = step_of("zero=3", mesh), step_of("zero=0", mesh)
+        ff.place(whole_step, state, x)
+        count = len(recorded)
+        state, _ = step(state, x)
+        moved = ff.place(whole_step, state, x)
+        assert len(recorded) == count
+        same(ff.unshard(moved), ff.unshard(state))
+        assert moved.step == 2
+        # Rules are others: so it is another move.
+        ff.place(whole_step, state, x, layouts={"params/gain": ()})
+        assert len(recorded) > count or mesh.rank not in (0, 3)
+
+    ff.spmd(main, mesh)()
+
+
+def test_a_function_without_transforms_has_whole_what_it_names():
+    mesh = simulated(4)
+
+    def main():
+        cut = begun("zero=3", mesh).params
+        x = batch_of("zero=3", mesh)
+        kept = ff.place(loss_fn, cut, x)  # nothing says how it is to lie
+        assert by_path(kept)["layers/0/up"].layout == by_path(cut)["layers/0/up"].layout
+        whole = ff.place(loss_fn, cut, x, layouts={"**": ()})
+        same(whole, ff.unshard(cut))
+        return loss_fn(whole, x)
+
+    ff.spmd(main, mesh)()
+
+
+def test_a_mesh_in_another_order_is_another_place():
+    """Its axes have the same names and sizes, and a rank is elsewhere on them."""
+    a, b = ff.make_mesh({"x": 2, "y": 2}), ff.make_mesh({"y": 2, "x": 2})
+    f = lambda m: ff.shard(ff.unit(lambda w, x: (w * x).sum()), m, ("x", "y"))  # noqa: E731
+    w, x = torch.arange(8.0), torch.ones(8)
+    placed = ff.spmd(lambda: ff.place(f(a), w, x), a)()
+    for call in (
+        ff.unshard,
+        lambda t: ff.place(f(b), t, x),
+        lambda t: list(ff.whole_leaves(t)),
+        lambda t: ff.save(Path("never"), t),
+    ):
+        with pytest.raises(ValueError, match=r"on=mesh|on its own mesh"):
+            ff.spmd(call, b)(placed)
+    moved = ff.spmd(lambda t: ff.place(f(b), t, x, on=a), b)(placed)
+    same(ff.spmd(ff.unshard, b)(moved)[0], w)
 
 
 # What is refused
