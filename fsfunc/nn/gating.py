@@ -163,7 +163,8 @@ def top_k_gating(
             nothing else: it has no gradient. :func:`balance_bias` moves it.
         balance_axis: the axes of the data whose ranks' tokens the load-balance loss is
             of. Its mean over these ranks, and the gradient of that, are those of one
-            device with all tokens, however many of them each rank has.
+            device with all tokens, however many of them each rank has. (To the total of
+            an ``ff.Weighted`` add it times the mean of the ranks' weights.)
         balance_counts: [E], how often each expert is chosen in the batch that the
             load-balance loss is of, in place of ``counts``. The loss is then that of
             the batch where calls have equally many tokens.
