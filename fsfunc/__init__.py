@@ -27,7 +27,7 @@ optimizers
     layerwise_loss_scale adascale master_weights stochastic_rounding step_in_backward
     ema swa eval_params
     constant linear cosine_decay warmup_cosine
-    global_norm leaf_norms tree_sum tree_scale all_finite
+    global_norm leaf_norms tree_sum tree_scale elementwise all_finite
 local updates
     local_sgd LocalState slowmo gossip consensus graphs
 pipelines
@@ -139,6 +139,7 @@ if TYPE_CHECKING:
     from fsfunc.optim.averaging import ema, eval_params, schedule_free, swa
     from fsfunc.optim.backward_steps import step_in_backward
     from fsfunc.optim.descent import lion, sgd
+    from fsfunc.optim.elements import elementwise
     from fsfunc.optim.factored import adafactor
     from fsfunc.optim.layerwise import lamb, lars, scale_by_trust_ratio
     from fsfunc.optim.loss_scaling import (
@@ -221,6 +222,7 @@ if TYPE_CHECKING:
         "cosine_decay",
         "Costs",
         "donate",
+        "elementwise",
         "ema",
         "error_feedback",
         "estimate",
@@ -367,6 +369,7 @@ _LATER = {
         "fsfunc.optim.averaging": "ema eval_params schedule_free swa",
         "fsfunc.optim.backward_steps": "step_in_backward",
         "fsfunc.optim.descent": "lion sgd",
+        "fsfunc.optim.elements": "elementwise",
         "fsfunc.optim.factored": "adafactor",
         "fsfunc.optim.layerwise": "lamb lars scale_by_trust_ratio",
         "fsfunc.optim.loss_scaling": "apply_if_finite layerwise_loss_scale loss_scale",

@@ -66,6 +66,9 @@ _RANDOM = {
     _aten.randn.default, _aten.randn.generator, _aten.rand.default,
     _aten.rand.generator,
 }  # fmt: skip
+# Zeros in place of a tangent. torch's have a dispatch key, by which operators run in
+# other ways, and what is remembered of them has none. Ranks must run alike: none has.
+_ZEROS = {_aten._efficientzerotensor.default}
 
 
 def fake_result(
@@ -274,7 +277,7 @@ def quick_fake(
         return NotImplemented
     if rule != "view":
         kwargs["device"] = "meta"
-    if func in _RANDOM:
+    if func in _RANDOM or func in _ZEROS:
         kwargs.pop("generator", None)
         func = _aten.empty.memory_format
     with torch._C._DisableTorchDispatch():
@@ -289,7 +292,7 @@ def _rule(func: OpOverload) -> str:
     for an operator that only writes.
     """
     rules = {"view": _VIEWS, "like": _NEW_LIKE_FIRST, "answer": _ANSWERS}
-    rules["new"] = _NEW | _RANDOM
+    rules["new"] = _NEW | _RANDOM | _ZEROS
     rule = next((name for name, operators in rules.items() if func in operators), "")
     if not rule and func._schema.is_mutable and not func._schema.returns:
         return "none"

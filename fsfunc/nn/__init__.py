@@ -3,7 +3,7 @@
 tensor_parallel.py  linear layers and embeddings whose weights are split
 token_losses.py cross_entropy.py   cross-entropy over a split vocabulary
 tiled_cross_entropy.py   the last layer and its loss, tile by tile
-gating.py           top-1, top-2, top-k gates: which experts a token goes to
+gating.py           top-1, top-2, top-k gates: experts of a token; even loads
 routing.py          queues of experts: capacity, dropped choices, padding
 experts.py          experts spread over ranks, and the all-to-alls to them
 context_parallel.py attention over a split sequence, in two forms
@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 from fsfunc.nn.context_parallel import all_to_all_attention, ring_attention
 from fsfunc.nn.cross_entropy import vocab_cross_entropy
 from fsfunc.nn.experts import combine, dispatch, expert_layer
-from fsfunc.nn.gating import top_1_gating, top_2_gating, top_k_gating
+from fsfunc.nn.gating import balance_bias, top_1_gating, top_2_gating, top_k_gating
 from fsfunc.nn.normalization import layer_norm, rms_norm
 from fsfunc.nn.numerics import dropout, own_draws
 from fsfunc.nn.routing import Routing, route
@@ -40,6 +40,7 @@ from fsfunc.nn.tiled_cross_entropy import linear_cross_entropy
 if TYPE_CHECKING:
     __all__ = [
         "all_to_all_attention",
+        "balance_bias",
         "batch_norm",
         "column_linear",
         "combine",

@@ -18,6 +18,7 @@ loss_scaling.py     apply_if_finite; one scale of the loss, or one for each unit
 backward_steps.py   step_in_backward
 torch_optimizers.py from_torch; what torch's own classes store
 reductions.py       tree_sum, tree_scale, global_norm, leaf_norms, all_finite
+elements.py         elementwise: a learned rule of one element
 matching.py         leaves of gradients and moments by those of parameters
 leaves.py in_place.py   leaves as few flat tensors, updated in place
 places.py           which device computes, under offload

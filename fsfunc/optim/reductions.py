@@ -198,8 +198,15 @@ def as_rank_local(x: Tensor) -> Tensor:
 
 def spread_into_parts(x: Tensor, axes: tuple[str, ...]) -> Tensor:
     """Returns a number that all ranks share as a factor of parts over ``axes``."""
-    averaged = _split_by_mean(axes).averaged
+    averaged, others, _ = _split_by_mean(axes)
+    # Along axes that the loss is one value on, its derivative is the sum of what the
+    # ranks' parts owe it: the factor of whole leaves beside these must not be summed.
+    if others and may_be_differentiated([x]):
+        x = apply_map(x, _OF_SPLIT, get_group(others))
     return apply_map(x, SPREAD, get_group(averaged)) if averaged else x
+
+
+_OF_SPLIT = LinearMap("cast", "I", "R")
 
 
 class _MeanAxes(NamedTuple):
