@@ -76,11 +76,11 @@ def code(path):
 def test_the_heart_is_small():
     found = heart()
     assert len(found) <= 57
-    assert sum(map(code, found.values())) <= 8710
+    assert sum(map(code, found.values())) <= 8760
 
 
 @pytest.mark.parametrize(
-    ("more", "files", "lines"), [((), 88, 14_980), (STEP, 129, 23_040)]
+    ("more", "files", "lines"), [((), 88, 15_040), (STEP, 133, 23_780)]
 )
 def test_what_is_around_it_is_as_large_as_the_readmes_say(more, files, lines):
     found = needed([*(f"transforms.{name}" for name in PUBLIC), *more])

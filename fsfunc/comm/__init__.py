@@ -5,6 +5,7 @@ A public function of `collectives` makes a `linear_maps.LinearMap`;
 its transpose; `groups.RankGroup.start` records the bytes and passes it to the backend.
 
 mesh.py launch.py   named axes over ranks; make_mesh, spmd, local_batch
+folding.py          two views of one mesh, and their finest axes
 groups.py           a rank's handle on the ranks along an axis
 operations.py       the table of collectives: all that there is to say of each
 linear_maps.py      collectives as data, with their transposes

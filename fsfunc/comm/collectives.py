@@ -17,7 +17,8 @@ be added to others, or be the loss, and are differentiated as terms of the sum o
 ranks' losses. Your own ``autograd.Function`` around a collective must return from its
 backward what the transpose does: the psum of the cotangents for a psum, their pmean for
 a pmean, their psum_scatter for an all_gather. Over other axes, which split the work of
-one loss, a psum is one value, I.
+one loss, a psum is one value, I. Over both at once (as over an axis of a folded mesh)
+values are each rank's own, V, before and after; psum and pmean are two sums there.
 """
 
 from __future__ import annotations

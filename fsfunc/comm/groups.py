@@ -7,7 +7,7 @@ tensor, records the bytes in open ledgers, and passes it on to the backend's `Li
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -37,6 +37,8 @@ class RankGroup:
         independent: whether these ranks train copies of their own (``local_sgd``,
             ``gossip``): collectives over them are an error.
         levels: of several axes, the group along each.
+        partly_mean: whether the loss is a mean over some of several axes alone.
+        names: the mesh's names for several axes, by which ledgers find them too.
     """
 
     axis: tuple[str, ...]
@@ -48,6 +50,10 @@ class RankGroup:
     compared: bool = False
     independent: bool = False
     levels: tuple[RankGroup, ...] = field(default=(), compare=False, repr=False)
+    partly_mean: bool = field(default=False, repr=False)
+    names: Mapping[str, tuple[str, ...]] = field(
+        default_factory=dict, compare=False, repr=False
+    )
 
     @cached_property  # it is read several times in each collective
     def size(self) -> int:
@@ -177,9 +183,11 @@ def get_group(axis: Axis, me: Here | None = None) -> RankGroup:
         ranks, mean = me.mesh.members(names, me.rank), set(names) <= set(me.mean_axes)
         index = ranks.index(me.rank)
         levels = tuple(get_group(name, me) for name in names) if len(names) > 1 else ()
+        partly_mean = not mean and not set(names).isdisjoint(me.mean_axes)
         me.groups[axis] = RankGroup(
             names, ranks, index, me.rank, me.link, mean, me.compared,
-            not set(names).isdisjoint(me.independent_axes), levels,
+            not set(names).isdisjoint(me.independent_axes), levels, partly_mean,
+            me.mesh.names,
         )  # fmt: skip
     return me.groups[axis]
 

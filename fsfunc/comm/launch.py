@@ -25,6 +25,7 @@ from torch import Tensor
 
 from fsfunc import _torch, tree
 from fsfunc.comm.backends.abstract import run_abstract, run_vmapped
+from fsfunc.comm.folding import fold_axes
 from fsfunc.comm.groups import get_group
 from fsfunc.comm.ledgers import note_ranks
 from fsfunc.comm.mesh import (
@@ -127,6 +128,7 @@ def make_mesh(
     axes: Mapping[str, int],
     backend: Backend | None = None,
     *,
+    folded: Mapping[str, int] | None = None,
     timeout: float | timedelta | None = None,
     shared_memory: bool = True,
 ) -> Mesh:
@@ -140,6 +142,15 @@ def make_mesh(
             with a process group), ``"simulated"`` (threads that run one at a time: the
             default elsewhere), ``"abstract"`` (nothing is sent or computed, any size)
             or ``"vmap"`` (all ranks in one batched call; pure functions only).
+        folded: a second view of the same ranks, as name to size: that of experts beside
+            that of attention. ``make_mesh({"data": 2, "context": 2, "model": 2},
+            folded={"expert_data": 2, "expert": 4})`` numbers the same 8 ranks twice,
+            row by row, and an axis of either view may be named wherever one is. Those
+            of one view together give its number of ranks; an axis of both views bears
+            one name. Collectives and ``shard`` over axes of both views that share ranks
+            are refused, as is a tensor split twice over the same ranks. ``mesh.axes``
+            are the finest axes of both views, by which layouts and ledgers are printed,
+            and ``mesh.names`` what the others stand for.
         timeout: over processes, how long a rank waits for others before it raises, in
             seconds or as a timedelta, for every group of the mesh; None: as long as
             the process group does (30 minutes by default). The error, a RuntimeError,
@@ -156,18 +167,22 @@ def make_mesh(
     process, such as a data loader's worker, is no rank.
 
     Raises:
-        TypeError: ``axes`` is no mapping, or the timeout no time.
+        TypeError: ``axes`` or ``folded`` is no mapping, or the timeout no time.
         ValueError: an unknown backend, a bad size or timeout, or another number of
-            processes than the mesh has.
+            processes than the mesh has; views of unlike numbers of ranks, or whose axes
+            overlap in no number of whole rows.
         CollectiveMismatch: the processes' meshes differ.
         TimeoutError: ranks do not join in time; names them.
         PeerFailed (a RuntimeError): one ends or stops while all join; names it.
 
     >>> make_mesh({"data": 4, "pipe": 2}, "simulated").size
     8
+    >>> make_mesh({"data": 2, "model": 2}, "simulated", folded={"expert": 4}).names
+    {'expert': ('data', 'model')}
     """
-    if not isinstance(axes, Mapping):
-        raise TypeError(f"a mesh needs axes as {{name: size}}, got {axes!r}")
+    for view in (axes, {} if folded is None else folded):
+        if not isinstance(view, Mapping):
+            raise TypeError(f"a mesh needs axes as {{name: size}}, got {view!r}")
     if backend is None:
         launched = "WORLD_SIZE" in os.environ and "RANK" in os.environ
         up = dist.is_available() and dist.is_initialized()
@@ -175,13 +190,18 @@ def make_mesh(
     if backend not in BACKENDS:
         raise ValueError(f"unknown backend {backend!r}: it is one of {BACKENDS}")
     limit = _limit(timeout)
+    geometry = Mesh(axes, backend)
+    if folded is not None:
+        Mesh(folded, backend)  # which checks the names and sizes
+        finest, names = fold_axes(axes, folded)
+        geometry = Mesh(finest, backend, names=names)
     if backend != "processes":
-        return Mesh(axes, backend)
+        return geometry
     from fsfunc.comm.backends.processes import connect
 
-    geometry = Mesh(axes, backend)
-    link = connect(axes, geometry.size, limit, shared_memory)
-    mesh = Mesh(axes, backend, link)
+    size, names = geometry.size, geometry.names
+    link = connect(geometry.axes, size, limit, shared_memory, names)
+    mesh = geometry.on(backend, link)
     # A group for each set and order of axes, now: all processes must make torch's
     # groups together, in one order, and later a rank may be alone in needing one.
     names = tuple(mesh.axes)

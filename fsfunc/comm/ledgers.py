@@ -71,6 +71,7 @@ class OpenLedger(Protocol):
 
     records: list[Record]
     ranks: set[int]
+    names: dict[str, tuple[str, ...]]
 
 
 LEDGERS: ContextVar[tuple[OpenLedger, ...]] = ContextVar("fsfunc_ledgers", default=())
@@ -100,6 +101,8 @@ def note(
     )
     for ledger in ledgers:
         ledger.records.append(record)
+        if group.names:
+            ledger.names.update(group.names)
 
 
 def note_ranks(ranks: Iterable[int]) -> None:

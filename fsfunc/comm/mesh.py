@@ -49,19 +49,28 @@ class Mesh:
         axes: name to size, the first axis varying slowest.
         backend: ``"processes"``, ``"simulated"``, ``"abstract"`` or ``"vmap"``.
         link: this process's connection to the others (only for ``"processes"``).
+        names: names for several of the axes at once (see `folding`): each stands for
+            them wherever an axis is named.
 
     >>> mesh = Mesh({"data": 2, "pipe": 3}, "simulated")
     >>> mesh.size, mesh.members("pipe", rank=4), mesh.coordinate("data", rank=4)
     (6, (3, 4, 5), 1)
     """
 
-    def __init__(self, axes: Mapping[str, int], backend: str, link: Link | None = None):
+    def __init__(
+        self,
+        axes: Mapping[str, int],
+        backend: str,
+        link: Link | None = None,
+        names: Mapping[str, tuple[str, ...]] | None = None,
+    ):
         for name, size in axes.items():
             if not isinstance(name, str) or not name:
                 raise ValueError(f"an axis needs a name, got {name!r}")
             if not isinstance(size, int) or size < 1:
                 raise ValueError(f'axis "{name}" needs a size of at least 1: {size!r}')
         self.axes: dict[str, int] = dict(axes)
+        self.names: dict[str, tuple[str, ...]] = dict(names or {})
         self.backend = backend
         self.size: int = math.prod(self.axes.values())
         self.link = link
@@ -79,20 +88,37 @@ class Mesh:
         return here(self).rank
 
     def check(self, axis: Axis) -> tuple[str, ...]:
-        """Returns the names in ``axis``; raises unless each is an axis, named once."""
+        """Returns the axes named in ``axis``; raises unless each is there, and once."""
         if not isinstance(axis, (str, tuple, list)):
             raise TypeError(
                 f"axis={axis!r}: an axis of a mesh is a name, or a tuple of names, "
                 f"such as {next(iter(self.axes), 'data')!r}; this is {self}"
             )
-        names = axis_names(axis)
+        names = self.expand(axis) if self.names else axis_names(axis)
         for name in names:
             if name not in self.axes:
-                near = did_you_mean(str(name), self.axes)
+                near = did_you_mean(str(name), {**self.axes, **self.names})
                 raise ValueError(f'unknown axis "{name}"{near}: this is {self}')
         if len(set(names)) != len(names) or not names:
-            raise ValueError(f"each axis is named once, and at least one: got {axis!r}")
+            over = f", of {names}" if self.names else ""
+            raise ValueError(
+                f"each axis is named once, and at least one: got {axis!r}{over}"
+            )
         return names
+
+    def expand(self, axis: Axis) -> tuple[str, ...]:
+        """Returns the axes that names stand for; an unknown name stands for itself.
+
+        >>> mesh = Mesh({"data": 2, "model": 2}, "abstract", names={"all": ("data",)})
+        >>> mesh.expand(("all", "model"))
+        ('data', 'model')
+        """
+        pieces = (self.names.get(name, (name,)) for name in axis_names(axis))
+        return tuple(itertools.chain.from_iterable(pieces))
+
+    def on(self, backend: str, link: Link | None = None) -> Mesh:
+        """Returns a mesh of the same axes and names on another backend."""
+        return Mesh(self.axes, backend, link, self.names)
 
     def axis_size(self, axis: Axis) -> int:
         """Returns the number of ranks along ``axis``: the product over its names."""
@@ -133,7 +159,8 @@ class Mesh:
         return row_major((coordinates[name], n) for name, n in self.axes.items())
 
     def __repr__(self) -> str:
-        return f"Mesh({self.axes}, {self.backend!r})"
+        names = f", names={self.names}" if self.names else ""
+        return f"Mesh({self.axes}, {self.backend!r}{names})"
 
 
 @dataclass(frozen=True)

@@ -46,11 +46,12 @@ class Ledger(Printed):
     It prints as a table of what one rank sent. ``ranks``: those that ``spmd`` ran
     inside, whether they sent anything or not. ``count`` and ``bytes`` are those of one
     rank: ``rank=``, or the lowest that sent anything (a process records only its own
-    rank).
+    rank). ``names``: those of the mesh for several axes, which stand for them.
     """
 
     records: list[Record] = field(default_factory=list)
     ranks: set[int] = field(default_factory=set)
+    names: dict[str, tuple[str, ...]] = field(default_factory=dict)
 
     def of(self, rank: int | None = None) -> list[Record]:
         """Returns one rank's records, in the order of issue."""
@@ -61,11 +62,13 @@ class Ledger(Printed):
     def _select(
         self, op: str | None, axis: Axis | None, rank: int | None
     ) -> list[Record]:
-        names = None if axis is None else axis_names(axis)
+        axes: tuple[str, ...] | None = None
+        if axis is not None:
+            axes = tuple(a for n in axis_names(axis) for a in self.names.get(n, (n,)))
         return [
             r
             for r in self.of(rank)
-            if (op is None or r.op == op) and (names is None or r.axis == names)
+            if (op is None or r.op == op) and (axes is None or r.axis == axes)
         ]
 
     def count(

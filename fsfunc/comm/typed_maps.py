@@ -131,6 +131,12 @@ def _check_types(group: RankGroup, op: str, row: str, legal: Iterable[str]) -> N
     Raises:
         ValueError: names those that it has.
     """
+    # One value over axes of a mean has another derivative than over the others.
+    if group.partly_mean and row != "V->V":
+        raise ValueError(
+            f"{op} {row} over {group.name}, of which shard averages over some alone: "
+            "call it for these, and then for the others"
+        )
     if row not in legal:
         context = ", under shard a mean of losses," if group.loss_is_mean else ""
         raise ValueError(

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from torch import nn
 
+from fsfunc.comm.folding import expand_here
 from fsfunc.interop.module_tensors import ModuleTensors
 from fsfunc.interop.patterns import match_words
 from fsfunc.interop.split_layers import (
@@ -89,7 +90,11 @@ class LayerPlan:
         for name in params if split else ():
             planned, splits = self.layouts.get(name), split.get(name, ())
             actual = [(s.dim, s.axis) for s in splits]
-            if actual != ([] if planned is None else [(planned.dim, planned.axis)]):
+            expected = [] if planned is None else [(planned.dim, planned.axis)]
+            if actual != expected and planned is not None:
+                # The plan may name an axis of another view of the mesh.
+                expected = [(planned.dim, a) for a in expand_here(planned.axis)]
+            if actual != expected:
                 raise ValueError(
                     f"plan: {name!r} is {_describe_splits(splits)}, and must be "
                     f"{_describe_splits((planned,) if planned else ())}: place all "

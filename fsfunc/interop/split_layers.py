@@ -25,7 +25,9 @@ from torch import Tensor, nn
 
 from fsfunc import _torch, tree
 from fsfunc.comm.collectives import all_gather
+from fsfunc.comm.folding import as_axis
 from fsfunc.comm.groups import axis_index, axis_size, get_group
+from fsfunc.comm.mesh import Axis
 from fsfunc.comm.typed_maps import pcast
 from fsfunc.interop.split_shapes import Signature, is_object, run_shapes
 from fsfunc.interop.stubs import AbsentTensor
@@ -52,15 +54,15 @@ class SplitFlow:
         meets_split: frozenset[str],
     ):
         weight: Any = None if column is None else params.get(column)
-        splits = weight.layout.splits if is_sharded(weight) else ()
+        cuts = weight.layout.cuts if is_sharded(weight) else ()
         #: The axis over which features are split; None if they are not.
-        self.axis: str | None = splits[0].axis if splits else None
+        self.axis: Axis | None = as_axis(cuts[0][1]) if cuts else None
         self._meets_split = meets_split
         #: By the id of a `SplitModule` that runs, which leaves of its output are made
         #: of a rank's features.
         self.withheld: dict[int, list[bool]] = {}
         # The last input, the state it was in, its cast, and the version of that.
-        self._last: tuple[Tensor, tuple[int, bool, str], Tensor, int] | None = None
+        self._last: tuple[Tensor, tuple[int, bool, Axis], Tensor, int] | None = None
 
     def read_param(self, name: str, x: Leaf) -> Leaf:
         """Returns a parameter that the unit reads, cast if it meets split values."""
@@ -68,7 +70,7 @@ class SplitFlow:
             return x
         return pcast(x, self.axis, to="V")
 
-    def enter_split(self, x: Tensor, axis: str) -> Tensor:
+    def enter_split(self, x: Tensor, axis: Axis) -> Tensor:
         """Returns an input that meets split weights, cast to a rank-local value."""
         # An inference tensor has no version that tells whether it was written since.
         if x.is_inference():
@@ -161,12 +163,15 @@ class SplitExperts(nn.Module):
             routing = route(index, weights, leaf.layout.shape[0], used_token=used)
             return expert_layer(x, routing, run_local, leaves, grouped=True)
 
-        ranks = get_group(leaf.layout.splits[0].axis)
-        if ranks.loss_is_mean:  # an axis of the data: each rank has tokens of its own
+        # Along an axis of the data each rank has tokens of its own.
+        axes = leaf.layout.cuts[0][1]
+        others = tuple(a for a in axes if not get_group(a).loss_is_mean)
+        if not others:
             return run_layer(x, index, weights, None)
-        # Otherwise all ranks have the same tokens. Each sends its share of them, padded
-        # to equal sizes, and gathers what was made of all.
-        axis, count = ranks.axis, len(x)
+        # Along others all ranks have the same tokens. Each sends its share of them,
+        # padded to equal sizes, and gathers what was made of all.
+        axis = as_axis(others)
+        ranks, count = get_group(axis), len(x)
         share = -(-count // ranks.size)
         start, padding = axis_index(axis) * share, ranks.size * share - count
 
@@ -318,7 +323,7 @@ def _weight(m: Any) -> Any:
     return weight
 
 
-def _column(m: Any, x: Tensor) -> tuple[Tensor, str | None]:
+def _column(m: Any, x: Tensor) -> tuple[Tensor, Axis | None]:
     """Returns a layer's output, and the axis over which its features are split."""
     weight, bias = _weight(m), m.bias
     part, axis = local_part("column_linear", weight, (0,))
@@ -330,7 +335,7 @@ def _column(m: Any, x: Tensor) -> tuple[Tensor, str | None]:
 
 
 def _check_input(weight: Any, x: Tensor) -> None:
-    expected = weight.layout.shape[1] // weight.layout.splits[0].size
+    expected = weight.layout.shape[1] // weight.layout.cuts[0][2]
     if x.shape[-1] != expected:
         raise ValueError(
             f'plan: the "row" layer of {weight.name!r} is given {x.shape[-1]} features,'

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from fsfunc import _torch
 from fsfunc.comm.collective_ops import claim_rank_local
+from fsfunc.comm.mesh import Axis
 from fsfunc.nn.numerics import sum_dtype, without_autocast
 from fsfunc.nn.token_losses import Targets, TokenLoss
 
@@ -25,7 +26,7 @@ from fsfunc.nn.token_losses import Targets, TokenLoss
 def vocab_cross_entropy(
     logits: Tensor,
     targets: Tensor,
-    axis: str | None = None,
+    axis: Axis | None = None,
     *,
     ignore_index: int = -100,
     label_smoothing: float = 0.0,

@@ -28,7 +28,9 @@ from torch import Tensor
 from fsfunc import tree
 from fsfunc.comm.collective_ops import claim_rank_local
 from fsfunc.comm.collectives import all_to_all
+from fsfunc.comm.folding import axis_text
 from fsfunc.comm.groups import axis_size
+from fsfunc.comm.mesh import Axis
 from fsfunc.nn.routing import (
     Routing,
     check_rows,
@@ -46,7 +48,7 @@ def expert_layer(
     routing: Routing,
     expert_fn: Callable[..., Tensor],
     params: PyTree,
-    axis: str | None = None,
+    axis: Axis | None = None,
     *,
     grouped: bool = False,
 ) -> Tensor:
@@ -72,7 +74,8 @@ def expert_layer(
             equal on its ranks:
             ``ff.pcast(x, axis, to="V").chunk(n)[ff.axis_index(axis)]``. Then join the
             results: ``ff.all_gather(y, axis, to="I")``. Pass the gate's weight through
-            ``ff.pcast`` too.
+            ``ff.pcast`` too. Over an axis of a folded view (see ``ff.make_mesh``) do so
+            along those axes of its ranks alone that no ``shard`` averages over.
         grouped: see ``expert_fn``. Without it, one expert's function runs under
             ``torch.func.vmap`` over experts (with a capacity), or expert by expert.
 
@@ -159,7 +162,7 @@ def expert_layer(
     return y.reshape(*x.shape[:-1], y.shape[-1])
 
 
-def dispatch(x: Tensor, routing: Routing, axis: str | None = None) -> Tensor:
+def dispatch(x: Tensor, routing: Routing, axis: Axis | None = None) -> Tensor:
     """Sends tokens to their experts' ranks; returns those for this rank's experts.
 
     Args:
@@ -197,7 +200,7 @@ def dispatch(x: Tensor, routing: Routing, axis: str | None = None) -> Tensor:
     return all_to_all(buffer, axis, split_dim=0, concat_dim=1)
 
 
-def combine(y: Tensor, routing: Routing, axis: str | None = None) -> Tensor:
+def combine(y: Tensor, routing: Routing, axis: Axis | None = None) -> Tensor:
     """Sends experts' results back; returns each token's weighted sum of them.
 
     Args:
@@ -235,18 +238,20 @@ def combine(y: Tensor, routing: Routing, axis: str | None = None) -> Tensor:
     return sum_weighted_rows(y.flatten(0, 1), slots, routing)
 
 
-def _experts_per_rank(caller: str, experts: int, axis: str | None) -> tuple[int, int]:
+def _experts_per_rank(caller: str, experts: int, axis: Axis | None) -> tuple[int, int]:
     """Returns the number of ranks, and the number of experts on each."""
-    n = 1 if axis is None else axis_size(axis)
+    if axis is None:
+        return 1, experts
+    n = axis_size(axis)
     if experts % n:
         raise ValueError(
-            f'{caller}: {experts} experts over axis "{axis}" of size {n}: {experts} is '
-            f"not a multiple of {n}"
+            f"{caller}: {experts} experts over axis {axis_text(axis)} of size {n}: "
+            f"{experts} is not a multiple of {n}"
         )
     return n, experts // n
 
 
-def _check_tokens(caller: str, x: Tensor, routing: Routing, axis: str | None) -> int:
+def _check_tokens(caller: str, x: Tensor, routing: Routing, axis: Axis | None) -> int:
     """Returns the number of experts on a rank; checks that the routing is of ``x``."""
     if x.ndim != 2 or len(x) != len(routing.indices):
         raise ValueError(

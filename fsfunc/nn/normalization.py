@@ -29,6 +29,7 @@ from torch import Tensor
 from fsfunc.comm.collective_ops import claim_rank_local
 from fsfunc.comm.collectives import psum
 from fsfunc.comm.groups import axis_size
+from fsfunc.comm.mesh import Axis, axis_names
 from fsfunc.nn.numerics import clamp_at_zero, sum_dtype
 from fsfunc.nn.tensor_parallel import ParamLeaf, local_part
 
@@ -103,7 +104,7 @@ def layer_norm(
     weight: ParamLeaf | None = None,
     bias: ParamLeaf | None = None,
     *,
-    axis: str | None = None,
+    axis: Axis | None = None,
     eps: float = 1e-5,
 ) -> Tensor:
     """Normalises ``x`` over its last dim, which may be split over an axis.
@@ -137,7 +138,8 @@ def layer_norm(
         return F.layer_norm(x, x.shape[-1:], w, b, eps)
     centered, center, total, squares = shifted_sums(x, [-1])
     n = x.shape[-1] * axis_size(axis)
-    total, squares = sum_over_ranks(torch.stack([total, squares]), (axis,)).unbind()
+    sums = sum_over_ranks(torch.stack([total, squares]), axis_names(axis))
+    total, squares = sums.unbind()
     scale, shift = scale_and_shift(center, total / n, squares / n, eps)
     y = centered * scale.to(centered.dtype) + shift.to(centered.dtype)
     y = y if w is None else y * w
@@ -148,7 +150,7 @@ def rms_norm(
     x: Tensor,
     weight: ParamLeaf | None = None,
     *,
-    axis: str | None = None,
+    axis: Axis | None = None,
     eps: float = 1e-6,
 ) -> Tensor:
     """Divides ``x`` by its root mean square over its last dim, which may be split.
@@ -170,7 +172,7 @@ def rms_norm(
     if axis is None:
         return F.rms_norm(x, x.shape[-1:], w, eps)
     y = x.to(sum_dtype(x))
-    squares = sum_over_ranks(y.square().sum(-1, keepdim=True), (axis,))
+    squares = sum_over_ranks(y.square().sum(-1, keepdim=True), axis_names(axis))
     y = y * torch.rsqrt(squares / (x.shape[-1] * axis_size(axis)) + eps)
     return (y if w is None else y * w).to(x.dtype)
 
@@ -180,7 +182,7 @@ class _LocalParams(NamedTuple):
 
     weight: Tensor | None
     bias: Tensor | None
-    axis: str | None
+    axis: Axis | None
 
 
 def _local_params(
@@ -188,7 +190,7 @@ def _local_params(
     x: Tensor,
     weight: ParamLeaf | None,
     bias: ParamLeaf | None,
-    axis: str | None,
+    axis: Axis | None,
 ) -> _LocalParams:
     """Returns the local parts of weight and bias, checked against ``x``'s features.
 

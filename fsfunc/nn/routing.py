@@ -28,6 +28,7 @@ from torch import Tensor
 from fsfunc import _torch
 from fsfunc.comm.collectives import all_gather, all_to_all
 from fsfunc.comm.groups import axis_index, axis_size, get_group
+from fsfunc.comm.mesh import Axis
 from fsfunc.runtime.scopes import refuse_in_graph
 
 
@@ -220,7 +221,7 @@ def sum_weighted_rows(y: Tensor, slots: Tensor, routing: Routing) -> Tensor:
 def run_without_capacity(
     x: Tensor,
     routing: Routing,
-    axis: str | None,
+    axis: Axis | None,
     experts_per_rank: int,
     run_experts: Callable[[Tensor, list[int]], Tensor],
 ) -> Tensor:
@@ -289,7 +290,7 @@ class _Traffic(NamedTuple):
 
 
 def _count_traffic(
-    routing: Routing, axis: str | None, experts_per_rank: int
+    routing: Routing, axis: Axis | None, experts_per_rank: int
 ) -> _Traffic:
     """Exchanges the lengths of queues, and returns how many rows go where."""
     ranks = 1 if axis is None else axis_size(axis)

@@ -28,7 +28,9 @@ from torch import Tensor
 
 from fsfunc.comm.collective_ops import claim_rank_local
 from fsfunc.comm.collectives import all_gather, psum, psum_scatter
+from fsfunc.comm.folding import as_axis, axis_text, expand_here
 from fsfunc.comm.groups import get_group
+from fsfunc.comm.mesh import Axis
 from fsfunc.comm.typed_maps import pcast
 from fsfunc.nn.token_losses import locate_rows, refuse_averaged_axis
 from fsfunc.sharded.leaf import Sharded
@@ -227,9 +229,11 @@ def local_part(
     dims: Sequence[int],
     *,
     like: ParamLeaf | None = None,
-    axis: str | None = None,
-) -> tuple[Tensor, str | None]:
+    axis: Axis | None = None,
+) -> tuple[Tensor, Axis | None]:
     """Returns this rank's part of a leaf, and the axis over which it is split.
+
+    Of a leaf that is split over a name for several axes, the axis is a tuple of them.
 
     Args:
         layer: the name of the function that asks, for messages.
@@ -240,44 +244,48 @@ def local_part(
             rank's part over it.
 
     Raises:
-        ValueError: it is split along another dim, or more than once, or otherwise than
+        ValueError: it is split along another dim, or along several, or otherwise than
             ``like``, or into unequal parts, or over another axis; it lies in a buffer.
     """
     if not isinstance(leaf, Sharded):
-        splits: Any = ()
+        cuts: Any = ()
     elif leaf.layout.flat is not None:
         raise ValueError(
             f"{layer}: {leaf.layout} lies in a buffer: read it in an @ff.unit, which "
             "gathers the rest"
         )
     else:
-        splits = leaf.layout.splits
-    leaf_axis = splits[0].axis if splits else None
-    like_splits = like.layout.splits if isinstance(like, Sharded) else ()
+        cuts = leaf.layout.cuts
+    leaf_axes = cuts[0][1] if cuts else ()
+    like_cuts = like.layout.cuts if isinstance(like, Sharded) else ()
     # Three ways to be laid out wrongly.
-    wrong_dims = len(splits) > 1 or any(split.dim not in dims for split in splits)
-    wrong_axis = like is not None and leaf_axis != (
-        like_splits[0].axis if like_splits else None
+    wrong_dims = len(cuts) > 1 or any(dim not in dims for dim, *_ in cuts)
+    wrong_axis = like is not None and leaf_axes != (
+        like_cuts[0][1] if like_cuts else ()
     )
-    not_over_axis = isinstance(leaf, Sharded) and axis not in (None, leaf_axis)
+    not_over_axis, over = False, "one axis"
+    if isinstance(leaf, Sharded) and axis is not None:
+        if not_over_axis := leaf_axes != expand_here(axis):
+            over = f"axis {axis_text(axis)}, or leave axis= out"
     if wrong_dims or wrong_axis or not_over_axis:
-        over = f'axis "{axis}", or leave axis= out' if not_over_axis else "one axis"
         advice = f"split it along dim {' or '.join(map(str, dims))}, over {over}"
         if wrong_axis:
             advice = f"lay it out over the axis of {_describe_layout(like)}"
         raise ValueError(
             f"{layer}: {_describe_layout(leaf)} is no leaf for it: {advice}"
         )
-    for split in splits:
-        n = leaf.shape[split.dim]
-        if n % split.size:
-            multiple = n // split.size * split.size
+    for dim, _, size in cuts:
+        n = leaf.shape[dim]
+        if n % size:
+            multiple = n // size * size
             raise ValueError(
                 f"{layer}: {_describe_layout(leaf)}: the axis does not divide {n}: pad "
-                f"it to {multiple + split.size}"
+                f"it to {multiple + size}"
                 + (f", or cut it to {multiple}" if multiple else "")
             )
-    return (leaf.local, leaf_axis) if isinstance(leaf, Sharded) else (leaf, axis)
+    if not isinstance(leaf, Sharded):
+        return leaf, axis
+    return leaf.local, as_axis(leaf_axes) if leaf_axes else None
 
 
 def token_dim(layer: str, x: Tensor, dim: int) -> int:
@@ -291,7 +299,7 @@ def token_dim(layer: str, x: Tensor, dim: int) -> int:
 
 
 def _check_sequence_dim(
-    layer: str, x: Tensor, axis: str | None, dim: int | None
+    layer: str, x: Tensor, axis: Axis | None, dim: int | None
 ) -> int | None:
     """Returns ``sequence_dim`` counted from the start, or None.
 
@@ -316,7 +324,7 @@ def _describe_layout(leaf: ParamLeaf | None) -> str:
     return str(leaf.layout) if isinstance(leaf, Sharded) else "a whole tensor"
 
 
-def _sum_over_ranks(y: Tensor, axis: str, sequence_dim: int | None) -> Tensor:
+def _sum_over_ranks(y: Tensor, axis: Axis, sequence_dim: int | None) -> Tensor:
     """Sums the ranks' terms of an activation, and splits it if tokens are split."""
     if sequence_dim is None:
         return psum(y, axis)

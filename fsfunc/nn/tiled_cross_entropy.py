@@ -26,6 +26,7 @@ from torch import Tensor
 from fsfunc.comm.collective_ops import claim_rank_local
 from fsfunc.comm.collectives import all_gather
 from fsfunc.comm.groups import axis_size
+from fsfunc.comm.mesh import Axis
 from fsfunc.comm.typed_maps import pcast
 from fsfunc.core.frames import composable
 from fsfunc.nn.cross_entropy import (
@@ -279,7 +280,7 @@ def linear_cross_entropy(
     weight: Tensor | Sharded,
     targets: Tensor,
     *,
-    axis: str | None = None,
+    axis: Axis | None = None,
     sequence_dim: int | None = None,
     tile: int | None = None,
     ignore_index: int = -100,

@@ -21,6 +21,7 @@ from torch import Tensor
 from fsfunc import _torch
 from fsfunc.comm.collectives import pmax, psum
 from fsfunc.comm.groups import axis_size, get_group
+from fsfunc.comm.mesh import Axis
 
 
 @dataclass(frozen=True)
@@ -35,7 +36,7 @@ class TokenLoss:
         reduction: "mean", "sum" or "none".
     """
 
-    axis: str | None
+    axis: Axis | None
     local_classes: int
     classes: int
     label_smoothing: float
@@ -46,7 +47,7 @@ class TokenLoss:
     def from_arguments(
         layer: str,
         local_classes: int,
-        axis: str | None,
+        axis: Axis | None,
         label_smoothing: float,
         z_loss: float,
         reduction: str,
@@ -170,7 +171,7 @@ def locate_rows(
     title: str,
     index: Tensor,
     rows: int,
-    axis: str | None,
+    axis: Axis | None,
     ignore_index: int | None = None,
 ) -> Targets:
     """Locates indices into a vocabulary in this rank's part of it.
@@ -206,15 +207,18 @@ def locate_rows(
     return Targets(torch.where(outside, rows, local_index), is_local, counted)
 
 
-def refuse_averaged_axis(title: str, axis: str | None) -> None:
+def refuse_averaged_axis(title: str, axis: Axis | None) -> None:
     """Raises ValueError for an axis of ``shard``: there each rank has its own tokens.
 
     A layer whose weights are split needs the same tokens on all ranks.
     """
-    if axis is not None and get_group(axis).loss_is_mean:
+    if axis is None:
+        return
+    ranks = get_group(axis)
+    if ranks.loss_is_mean or ranks.partly_mean:
         raise ValueError(
-            f'{title}: over axis "{axis}" shard averages the ranks\' losses, each of '
-            "its own tokens: split over another axis of the mesh"
+            f"{title}: over axis {ranks.name} shard averages the ranks' losses, each "
+            "of its own tokens: split over another axis of the mesh"
         )
 
 

@@ -182,7 +182,9 @@ def _mesh_of(step: Callable[..., PyTree], mesh: Mesh | None) -> Mesh:
             getattr(h, "mesh", None) for h in getattr(step, "interpretations", ())
         ]
         mesh = next((m for m in meshes if m is not None), None)
-    return Mesh({} if mesh is None else check_mesh(mesh, "plan").axes, "abstract")
+    if mesh is None:
+        return Mesh({}, "abstract")
+    return check_mesh(mesh, "plan").on("abstract")
 
 
 def _plan_everywhere(main: Callable[[], Plan], mesh: Mesh) -> Plan:

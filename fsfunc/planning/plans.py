@@ -279,12 +279,14 @@ class Plan:
         self, op: str | None = None, axis: Axis | None = None, rank: int | None = None
     ) -> int:
         """Returns the number of collectives that a rank issues."""
+        axis = axis if axis is None else self.mesh.expand(axis)
         return self.on(rank).ledger.count(op, axis)
 
     def bytes(
         self, axis: Axis | None = None, op: str | None = None, rank: int | None = None
     ) -> int | float:
         """Returns the bytes that a rank sends, counted as a ledger counts them."""
+        axis = axis if axis is None else self.mesh.expand(axis)
         return self.on(rank).ledger.bytes(axis, op)
 
     def table(self, rank: int | None = None) -> list[tuple[str, str, int, int | float]]:

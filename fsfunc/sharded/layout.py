@@ -112,6 +112,23 @@ class Layout:
         return tuple(split.axis for split in self.splits)
 
     @cached_property
+    def cuts(self) -> tuple[tuple[int, tuple[str, ...], int], ...]:
+        """Its `Split`s by dim: (dim, axes, the number of blocks along it).
+
+        Splits of one dim, one after the other, are one over all of their axes.
+
+        >>> splits = Split(0, "data", 2), Split(0, "model", 2)
+        >>> Layout((8, 3), torch.float32, splits).cuts
+        ((0, ('data', 'model'), 4),)
+        """
+        axes: dict[int, tuple[str, ...]] = {}
+        sizes: dict[int, int] = {}
+        for split in self.splits:
+            axes[split.dim] = (*axes.get(split.dim, ()), split.axis)
+            sizes[split.dim] = sizes.get(split.dim, 1) * split.size
+        return tuple([(dim, axes[dim], sizes[dim]) for dim in axes])
+
+    @cached_property
     def in_units(self) -> Layout | None:
         """The layout inside the unit that gathers it; None where it is whole there."""
         if not self.splits:

@@ -107,7 +107,8 @@ class Agreement:
         self.made_lines: Lines = []
         if laying:
             rank_here = here(laying[0].mesh)
-            axes = {a for h in laying for a in h.axes} | {*axes_of(layouts or {})}
+            split_axes = rank_here.mesh.expand(axes_of(layouts or {}))
+            axes = {a for h in laying for a in h.axes} | {*split_axes}
             self.where = compared_ranks(rank_here, axes)
         # Only ranks that share a process share notes.
         self.are_processes: bool = (

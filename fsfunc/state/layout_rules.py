@@ -14,6 +14,7 @@ from dataclasses import replace
 
 from torch import Tensor
 
+from fsfunc.comm.folding import axis_text
 from fsfunc.comm.mesh import Mesh
 from fsfunc.sharded.layout import Layout, Split
 from fsfunc.sharded.placements import Own, describe_tensor
@@ -26,7 +27,7 @@ LayoutRules = Mapping[str, Split | Sequence[Split] | Own]
 
 
 def axes_of(rules: LayoutRules) -> tuple[str, ...]:
-    """Returns the axes that rules split leaves over, each once.
+    """Returns the axes that rules split leaves over, each once, by the rules' names.
 
     Raises:
         TypeError: a rule that is no `Split`.
@@ -40,13 +41,13 @@ def axes_of(rules: LayoutRules) -> tuple[str, ...]:
 
 
 def rank_local_of(
-    rules: LayoutRules, leaves: Mapping[str, Leaf], axes: Sequence[str]
+    rules: LayoutRules, leaves: Mapping[str, Leaf], axes: Sequence[str], mesh: Mesh
 ) -> dict[str, Own]:
     """Returns, by path, the leaves that rules say are each rank's own.
 
     Args:
         leaves: the leaves, by path.
-        axes: the axes of the ``shard``.
+        axes: the axes of the ``shard``, on ``mesh``.
 
     Raises:
         ValueError: a pattern that matches no path, or an `Own` of other axes.
@@ -55,7 +56,7 @@ def rank_local_of(
     for pattern, rule in rules.items():
         if not isinstance(rule, Own):
             continue
-        rule_axes = (rule.axes,) if isinstance(rule.axes, str) else tuple(rule.axes)
+        rule_axes = mesh.expand(rule.axes)
         if set(rule_axes) != set(axes):
             unknown = next((a for a in rule_axes if a not in axes), None)
             hint = "" if unknown is None else did_you_mean(unknown, axes)
@@ -63,6 +64,7 @@ def rank_local_of(
                 f"layouts: {pattern!r} is given {rule}{hint}, and the shard averages "
                 f"over {tuple(axes)}: a rank's own value is its own along all of them"
             )
+        rule = replace(rule, axes=rule_axes) if mesh.names else rule
         rank_local |= dict.fromkeys(_matching_paths(pattern, leaves), rule)
     return rank_local
 
@@ -119,12 +121,15 @@ def splits_of(
 def _with_sizes(
     pattern: str, rule: Split | Sequence[Split], mesh: Mesh, taken: Iterable[str]
 ) -> tuple[Split, ...]:
-    """Returns the splits of a rule, each with its axis's size."""
+    """Returns the splits of a rule, each with its axis's size.
+
+    A split over a name for several axes is one over each: the first cuts into the
+    largest blocks.
+    """
     sized = []
     for split in _splits(pattern, rule):
-        mesh.check(split.axis)
-        size = mesh.axes[split.axis]
-        if split.axis in taken:
+        axes, size = mesh.check(split.axis), mesh.axis_size(split.axis)
+        if not set(axes).isdisjoint(taken):
             raise ValueError(
                 f'layouts: {pattern!r} splits over "{split.axis}", the axis of a '
                 "pipeline: split over another one"
@@ -134,7 +139,7 @@ def _with_sizes(
                 f'layouts: {pattern!r} says size {split.size} for axis "{split.axis}", '
                 f"which has {size}: leave the size out"
             )
-        sized.append(replace(split, size=size))
+        sized += [replace(split, axis=a, size=mesh.axes[a]) for a in axes]
     return tuple(sized)
 
 
@@ -178,17 +183,15 @@ def _check_splits(path: str, x: Leaf, splits: Sequence[Split]) -> None:
             " are split; of what is laid out already the layout stays"
         )
     # `Layout` checks the dims. Beyond that layer functions need blocks of one shape.
-    lengths = list(Layout(tuple(x.shape), x.dtype, tuple(splits), path).shape)
-    for split in splits:
-        n = lengths[split.dim]
-        if n % split.size:
+    for dim, axes, size in Layout(tuple(x.shape), x.dtype, tuple(splits), path).cuts:
+        n = x.shape[dim]
+        if n % size:
             leaf = describe_tensor(x.shape, x.dtype, repr(path))
             raise ValueError(
-                f"layouts: cannot split {leaf} along "
-                f'dim {split.dim} over axis "{split.axis}" of size {split.size}: {n} '
-                f"is not a multiple of it; make it {-(-n // split.size) * split.size}"
+                f"layouts: cannot split {leaf} along dim {dim} over axis "
+                f"{axis_text(axes)} of size {size}: {n} is not a multiple of it; make "
+                f"it {-(-n // size) * size}"
             )
-        lengths[split.dim] = n // split.size
 
 
 def check_distinct(paths: Sequence[str], subject: str) -> None:

@@ -114,7 +114,8 @@ def place(
     which each rank has a value of its own along the axes of the ``shard``: these are
     not compared. The axis of a split may be one of the ``shard``: experts, with which
     the ranks along it exchange samples, are packed, and their gradients reduced, over
-    the other axes.
+    the other axes. So it is over an axis of a folded view (see ``make_mesh``), of which
+    some ranks may be along axes of the ``shard`` and others not.
 
     Args:
         on: the mesh that ``t`` lies on, if it is laid out on another one than that of
@@ -298,7 +299,9 @@ def rank_local_leaves(
     ]
     axes = tuple(axis for h in shardings for axis in h.axes)
     paths, leaves, _ = tree.flatten_with_paths(t, is_leaf=is_sharded)
-    return rank_local_of(layouts or {}, dict(zip(paths, leaves, strict=True)), axes)
+    mesh = shardings[0].mesh if shardings else Mesh({}, "abstract")
+    by_path = dict(zip(paths, leaves, strict=True))
+    return rank_local_of(layouts or {}, by_path, axes, mesh)
 
 
 def lay_out(request: LayoutRequest, agreement: Agreement) -> PyTree:

@@ -21,7 +21,6 @@ from fsfunc.comm.collective_ops import Watcher
 from fsfunc.comm.descriptions import describe_lines, describe_value
 from fsfunc.comm.groups import RankGroup
 from fsfunc.comm.linear_maps import LinearMap
-from fsfunc.comm.mesh import here
 from fsfunc.comm.typed_maps import ENTER, GATHER, PART_AS_LOCAL, SUM
 from fsfunc.core.frames import frame, inside
 from fsfunc.core.losses import counts_as_leaf, is_averaged, is_reduced
@@ -119,9 +118,14 @@ class Checker(Tracer, Watcher, TypedOperators):
             facts = self.facts.of(x)
             # A row of terms has the type of parts, as the library made it.
             sums_terms = linear_map.of == "P" and facts.kind in (Kind.P, Kind.S)
-            if sums_terms and set(ranks.axis) & set(here().mean_axes):
+            if sums_terms and ranks.partly_mean:
                 facts = TensorFacts(
                     Kind.A, f"what {linear_map.op} gives", source_line()
+                )
+            elif ranks.partly_mean and facts.kind in (Kind.A, Kind.K):
+                # Of one value each rank gets another part, or several of them.
+                facts = TensorFacts(
+                    self.local_kind, f"what {linear_map.op} gives", source_line()
                 )
             self.facts.set(y, facts)
             return
@@ -164,7 +168,7 @@ class Checker(Tracer, Watcher, TypedOperators):
     def collective_called(
         self, x: Tensor, linear_map: LinearMap, ranks: RankGroup
     ) -> None:
-        if not ranks.loss_is_mean or frame().path:
+        if not (ranks.loss_is_mean or ranks.partly_mean) or frame().path:
             return
         facts = self.facts.of(x)
         if facts.kind in PARTS and linear_map != PART_AS_LOCAL:

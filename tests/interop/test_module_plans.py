@@ -214,6 +214,9 @@ MODELS = {
     "mixtral over both": (mixtral, {"num_local_experts": 4,
         "experts_implementation": "batched_mm"}, ATTENTION | dict.fromkeys(EXPERTS,
         ("expert", "data"))),
+    "mixtral folded": (mixtral, {"num_local_experts": 4,
+        "experts_implementation": "batched_mm"}, ATTENTION | dict.fromkeys(EXPERTS,
+        ("expert", "all"))),
 }  # fmt: skip
 
 
@@ -244,7 +247,9 @@ def on_ranks(name, how, data=2):
     """(loss and whole gradients, ledger) by rank."""
     apply, params, loss, batch = made(name)
     transform, axes = TRANSFORMS[how]
-    mesh = simulated(**(axes or {"data": data, "model": 2}))
+    axes = axes or {"data": data, "model": 2}
+    folded = {"all": data * 2} if name == "mixtral folded" else None
+    mesh = ff.make_mesh(axes, "simulated", folded=folded)
     wrap = lambda mesh: transform(ff.value_and_grad(loss), mesh)  # noqa: E731
     return with_ledger(wrap, params, batch, mesh=mesh, layouts=apply.layouts)
 

@@ -164,6 +164,44 @@ def test_a_program_gives_what_it_gives_on_one_device(name):
         close(found, expected, 1e-10)
 
 
+def marked(values):
+    """Times a number of each element's own, so that none may change places."""
+    return tree.map(lambda x: x * torch.linspace(1, 2, x.numel()).view(x.shape), values)
+
+
+OVER_TWO = {k: EVERY[k] for k in ("value and gradient", "gradient penalty", "noise")}
+OVER_TWO |= {
+    "whole in a loss": lambda f, w, x: gradients(
+        lambda w, x: f(w, x) + marked(ff.unshard(w)[0])["up"].sum(), w, x
+    ),
+    "whole and laid again": lambda f, w, x: gradients(
+        lambda w, x: f(ff.lay_like(marked(ff.unshard(w)), like=w), x), w, x
+    ),
+    "whole and reduced": lambda f, w, x: ff.reduce_like(marked(ff.unshard(w)), like=w),
+}
+
+
+@pytest.mark.parametrize("name", OVER_TWO)
+def test_a_name_for_two_axes_splits_as_one(name):
+    """Blocks of blocks; and what is whole again is joined in their order."""
+    kind, program = Tensors, OVER_TWO[name]
+    view, folded = {"data": 2, "a": 2, "b": 2}, {"data": 2, "model": 4}
+    mesh = ff.make_mesh(view, "simulated", folded=folded)
+
+    def f(w, x):
+        return program(kind.loss, w, x)
+
+    def main():
+        step, x = ff.shard(f, mesh, "data"), kind.part(kind.batch)
+        loss = ff.shard(kind.loss, mesh, "data")
+        placed = ff.place(loss, kind.params, x, layouts=kind.layouts)
+        assert placed[0]["up"].layout.split_axes == ("a", "b")
+        return ff.unshard(step(placed, x))
+
+    for found in ff.spmd(main, mesh)():
+        close(found, f(kind.params, kind.batch), 1e-10)
+
+
 # Training
 
 OPTIMIZER = ff.chain(ff.clip_by_global_norm(0.1), ff.sharded_adam(0.01))

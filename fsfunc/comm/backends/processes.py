@@ -294,10 +294,12 @@ def connect(
     size: int,
     timeout: timedelta | None = None,
     shared_memory: bool = True,
+    names: Mapping[str, tuple[str, ...]] | None = None,
 ) -> ProcessLink:
     """Connects this process to the others of a mesh of ``size`` ranks.
 
     Args:
+        names: the mesh's names for several axes.
         timeout: that of all groups of the mesh; None: that of the process group, which
             the user may have started.
         shared_memory: whether processes of one host exchange messages through it.
@@ -326,7 +328,7 @@ def connect(
         if not faulthandler.is_enabled():
             faulthandler.enable()  # prints the line if a signal ends the process
     link = ProcessLink(tuple(axes), timeout)
-    _compare_meshes(axes, link, shared_memory)
+    _compare_meshes(axes, names, link, shared_memory)
     _check_size(axes, size, dist.get_world_size())
     return link
 
@@ -387,7 +389,10 @@ def _make_groups(group: GroupOfRanks, make: Callable[[], object]) -> None:
 
 
 def _compare_meshes(
-    axes: Mapping[str, int], link: ProcessLink, shared_memory: bool
+    axes: Mapping[str, int],
+    names: Mapping[str, tuple[str, ...]] | None,
+    link: ProcessLink,
+    shared_memory: bool,
 ) -> None:
     """Raises on every rank if their meshes differ, or one makes none.
 
@@ -396,7 +401,8 @@ def _compare_meshes(
     world, n = dist.group.WORLD, dist.get_world_size()
     if link.fake or n == 1:
         return
-    options = ", FSFUNC_CHECK=1" if link.checks else ""
+    options = f", names={names}" if names else ""
+    options += ", FSFUNC_CHECK=1" if link.checks else ""
     options += "" if shared_memory else ", shared_memory=False"
     text = f"makes a mesh {dict(axes)}, timeout {link.groups.timeout}{options}"
     mesh_digest = hashlib.blake2b(text.encode(), digest_size=8).digest()

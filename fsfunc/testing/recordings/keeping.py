@@ -260,6 +260,7 @@ class _CallStart:
             "step": title(run),
             "meshes": axes_of_meshes(run),
             "axes": None if here is None else list(here.mesh.axes.items()),
+            "names": [] if here is None else list(here.mesh.names.items()),
             "given": argument_trees,
             "threads": torch.get_num_threads(),
             "generators": {

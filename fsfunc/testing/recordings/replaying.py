@@ -122,7 +122,9 @@ def replay(
         stack.enter_context(ledger())  # with none, all messages are silent
         stack.enter_context(inside(frame().replace(run_outermost=None)))
         if recording.axes is not None:
-            mesh = _mesh_of_replays(tuple(map(tuple, recording.axes)))
+            names = [(name, tuple(axes)) for name, axes in recording.names]
+            axes = tuple(map(tuple, recording.axes))
+            mesh = _mesh_of_replays(axes, tuple(names))
             stack.enter_context(set_here(Here(mesh, rank, recording.link)))
         try:
             out = step(*args, **keywords)
@@ -136,12 +138,14 @@ def replay(
 
 
 @cache
-def _mesh_of_replays(axes: tuple[tuple[str, int], ...]) -> Mesh:
+def _mesh_of_replays(
+    axes: tuple[tuple[str, int], ...], names: tuple[tuple[str, tuple[str, ...]], ...]
+) -> Mesh:
     """Returns one mesh for all replays over the same axes.
 
     A step that is compiled whole has a graph for each mesh, and would compile anew.
     """
-    return Mesh(dict(axes), "simulated")
+    return Mesh(dict(axes), "simulated", names=dict(names))
 
 
 def _find_recording(folder: Path, rank: int, call: int | None) -> CallFile:
@@ -190,6 +194,7 @@ class RecordedCall:
     ):
         self.header, self.tensors, self.file = header, tensors, file
         self.axes, self.outcome = header["axes"], header["outcome"]
+        self.names: list[tuple[str, list[str]]] = header.get("names", [])
         self.messages = [RecordedMessage.read(row) for row in header["messages"]]
         for i, message in enumerate(self.messages):
             message.received = tensors.get(f"message {i}")
