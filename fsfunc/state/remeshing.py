@@ -85,14 +85,27 @@ class Relaid:
 
     def _lay(self, buffer: _Buffer, layouts: Sequence[Layout]) -> None:
         """Lays the leaves of one buffer after each other, in their order."""
-        offsets, end, old_end = self._offsets.setdefault(buffer, {}), 0, 0
+        offsets = self._offsets.setdefault(buffer, {})
+        end, old_end, size = 0, 0, 0
         for layout in layouts:
             flat: Any = layout.flat
+            room, old_room = (
+                _room(layout, self._outer(layout)),
+                _room(layout, layout.parts),
+            )
+            # Two models of one state may have buffers of one name. Where no block grows
+            # all offsets stay, so that it does not matter.
+            if flat.offset < old_end and room != old_room:
+                raise ValueError(
+                    f"remesh: {layout} is in a buffer of a name that two have, and its "
+                    "blocks change: give the units of one model another name"
+                )
             end += flat.offset - old_end  # room that other leaves take elsewhere
             offsets[flat.offset] = end
-            end += _room(layout, self._outer(layout))
-            old_end = flat.offset + _room(layout, layout.parts)
-        self._sizes[buffer] = end
+            end += room
+            old_end = flat.offset + old_room
+            size = max(size, end)
+        self._sizes[buffer] = size
 
     def _outer(self, layout: Layout) -> tuple[Placement, ...]:
         """Returns the new placements of a leaf, but for its `Flat`."""
@@ -368,7 +381,7 @@ def remesh(
 
     On simulated ranks, outside ``spmd``: give the list of states that ``spmd``
     returned, with None in place of a rank that is gone, and get the list for ``mesh``,
-    to pass to ``spmd(main, mesh)``. Those that stay become its first ranks, in order.
+    to pass to ``spmd(main, mesh)``. A rank that stays keeps its number if there is one.
 
     Over processes each rank calls it with its own state, and one that joins with None.
     ``mesh`` is the mesh that they have made together: after a process has died, those
@@ -438,22 +451,40 @@ def _remesh_simulated(
     stay = [rank for rank, state in enumerate(states) if state is not None]
     if not stay:
         raise ValueError(f"remesh: all {on.size} ranks of {on} are gone{_LAST}")
-    described = [_Described.of(states[r], on, on.coordinates(r)) for r in stay]
-    count = max(len(stay), mesh.size)
-    joining = [None] * (count - len(stay))
-    ranks = _Participants((*stay, *joining), on, mesh, checkpoint)
-    lines = [*(d.lines() for d in described), *([described[0].lines()] * len(joining))]
+    described = {r: _Described.of(states[r], on, on.coordinates(r)) for r in stay}
+    first = described[stay[0]]
+    seats = _seats(stay, mesh.size)
+    ranks = _Participants(seats, on, mesh, checkpoint)
+    # One that joins has no state to compare: it is to have the others'.
+    lines = [first.lines() if r is None else described[r].lines() for r in seats]
 
     def main(state: PyTree, lines: Lines) -> PyTree:
         group = get_group("ranks")
         if group.size > 1:
             agree(group, Section(_UNLIKE, lines))
-        return ranks.move(state, described[0], group.index, group)
+        return ranks.move(state, first, group.index, group)
 
-    everyone = Mesh({"ranks": count}, "simulated")
-    given = PerRank([*(states[r] for r in stay), *joining])
+    everyone = Mesh({"ranks": len(seats)}, "simulated")
+    given = PerRank([None if r is None else states[r] for r in seats])
     moved = spmd(main, everyone)(given, PerRank(lines))
     return PerRank(moved[: mesh.size])
+
+
+def _seats(stay: Sequence[int], size: int) -> tuple[int | None, ...]:
+    """Returns, by new rank, which old rank it is; then the old ones that leave.
+
+    A rank keeps its number, where the new mesh has it: so it keeps what it can. Numbers
+    that are free go to those whose number is not there any more, then to new ranks.
+
+    >>> _seats([0, 2, 3], 4), _seats([0, 2, 3], 3), _seats([0, 1, 2], 1)
+    ((0, None, 2, 3), (0, 3, 2), (0, 1, 2))
+    """
+    others = [rank for rank in stay if rank >= size]
+    seats: list[int | None] = []
+    for number in range(size):
+        free = others.pop(0) if number not in stay and others else None
+        seats.append(number if number in stay else free)
+    return (*seats, *others)
 
 
 def _remesh_process(

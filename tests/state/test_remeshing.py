@@ -162,6 +162,41 @@ def test_an_exact_run_proves_what_moves():
         same(whole(ff.spmd(go_on, three)(states), grid), expected)
 
 
+def test_one_that_replaces_a_rank_is_sent_its_parts_and_nobody_else_anything():
+    mesh = simulated(node=2, data=3)
+    states = begin(mesh, replicate="node")
+    left = PerRank(states)
+    left[1] = None
+    with ff.ledger() as log:
+        after = ff.remesh(left, mesh, on=mesh)
+    parts = [x.local.nbytes for x in by_path(states[1]).values() if is_sharded(x)]
+    # Leaves of no unit are whole on each rank.
+    plain = [x.nbytes for x in by_path(states[1]).values() if torch.is_tensor(x)]
+    sent = {r: log.bytes(rank=r) for r in range(6)}
+    assert sum(sent.values()) == sum(parts) + sum(plain)
+    for found, expected in zip(after, states, strict=True):
+        same(found, expected)
+
+
+def test_two_models_whose_buffers_bear_one_name():
+    """They are told apart by their leaves; the larger one says how long a buffer is."""
+    mesh, new_mesh = simulated(2), simulated(5)
+    unit = ff.unit(lambda w, x: x @ w)
+
+    def f(models, x):
+        return sum(unit(m["w"], x[:, : m["w"].shape[0]]).sum() for m in models)
+
+    models = [{"w": torch.randn(n, n)} for n in (4, 3, 5)]
+    placed = lambda m: ff.place(ff.shard(f, m, "data"), models, torch.ones(5, 5))  # noqa: E731
+    after = ff.remesh(ff.spmd(lambda: placed(mesh), mesh)(), new_mesh, on=mesh)
+    for found, expected in zip(
+        after, ff.spmd(lambda: placed(new_mesh), new_mesh)(), strict=True
+    ):
+        for path, leaf in by_path(found).items():
+            assert leaf.layout == by_path(expected)[path].layout
+            assert torch.equal(leaf.local, by_path(expected)[path].local)
+
+
 @given(st.data())
 def test_any_sizes_of_axes(data):
     sizes = st.sampled_from([(1, 1), (2, 1), (1, 2), (2, 2), (3, 1), (1, 4), (2, 3)])
