@@ -29,6 +29,7 @@ from tests.state.moves import (
     WHOLE,
     batch_of,
     begun,
+    layer,
     loss_fn,
     mesh_of,
     params_of,
@@ -365,6 +366,28 @@ def test_the_same_move_again_records_nothing(monkeypatch):
         assert len(recorded) > count or mesh.rank not in (0, 3)
 
     ff.spmd(main, mesh)()
+
+
+@pytest.mark.parametrize("end", ["zero=0", "HSDP"])
+def test_parameters_that_no_unit_takes_any_more_are_whole(end):
+    """The next step leaves layers out: they and their moments lie alike."""
+    old_mesh, mesh = mesh_of("zero=3"), mesh_of(end)
+    states = ff.spmd(lambda: begun("zero=3", old_mesh), old_mesh)()
+    wholes = ff.spmd(ff.unshard, old_mesh)(states)
+
+    def first_layer(params, x):
+        return (layer(params["layers"][0], x) * params["gain"]).square().mean()
+
+    def move(state, whole):
+        step, x = step_of(end, mesh, loss=first_layer), batch_of(end, mesh)
+        expected = ff.place(step, whole, x)
+        moved = ff.place(step, state, x, on=old_mesh)
+        assert not is_sharded(by_path(moved)["params/layers/1/up"])
+        for path, leaf in by_path(moved).items():
+            same(leaf, by_path(expected)[path])
+        same(ff.unshard(step(moved, x)[0]), ff.unshard(step(expected, x)[0]))
+
+    ff.spmd(move, mesh)(states, wholes)
 
 
 def uneven_moves(mesh, skewed=True):
