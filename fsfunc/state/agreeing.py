@@ -127,6 +127,28 @@ class Agreement:
         else:
             agree(where, section)
 
+    def all_know(self, known: bool) -> bool:
+        """Returns whether all ranks know already what they are about to compare.
+
+        Then none of them does; else all do, also those that know.
+
+        Args:
+            known: whether this rank does.
+
+        Raises:
+            RanksDiffer: on every rank: one of them has raised.
+
+        Cost: one gather of 32 bytes.
+        """
+        if self.where is not None:
+            # Two digests, as where ranks compare programs, or say what they raised.
+            program = unlike_steps([("raised", "nothing")])
+            flag = (b"known" if known else b"new").ljust(16)
+            _, flags = agree(self.where, program, flag, waits=True)
+            known = all(x == b"known".ljust(16) for x in flags)
+        self.compared = known
+        return known
+
     def compare_programs(
         self,
         program: RecordedProgram,

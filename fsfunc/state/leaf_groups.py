@@ -9,7 +9,7 @@ their own with the same layouts.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -78,7 +78,7 @@ class GroupLayout:
     stores: Stores
     here: Here
 
-    def lay(self, applied: Iterable[Applied], patterns: Mapping[str, str]) -> None:
+    def lay(self, applied: Sequence[Applied], patterns: Mapping[str, str]) -> None:
         """Lays out the leaves that units take, and those like them.
 
         Args:
@@ -103,6 +103,11 @@ class GroupLayout:
             elif isinstance(leaves[path], Tensor):
                 layout = replace(x.layout, name=path)
                 leaves[path] = block_of(leaves[path], layout, self.source)
+        # A parameter that no unit takes is whole, as what the optimizer made of it is.
+        for _, _, params in applied:
+            for x in tree.leaves(params, is_leaf=is_sharded):
+                if _is_whole(x, leaves):
+                    self.source.note_whole(x.name)
 
     def _plan(self) -> _Plan:
         """Returns the layouts that all ranks make; the first rank makes the plan."""

@@ -8,7 +8,7 @@ on the parts. ``init_state`` calls it too.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Concatenate, Literal, TypeVar
 from weakref import WeakKeyDictionary
@@ -137,9 +137,9 @@ def place(
     Cost: of each whole leaf, the rank's part is copied, and all of it read once; over
     processes a gather of 32 bytes and two of 16, which are in no ledger. Of a leaf that
     moves, one all-to-all of what ranks lack, and memory for what this rank sends and
-    receives of it; one more gather of 16 bytes. ``fn`` is recorded, on tensors without
-    data; but not again where the same function is given moved leaves of the same shapes
-    and layouts.
+    receives of it; two more gathers, of 32 bytes and of 16. ``fn`` is recorded, on
+    tensors without data; but not again where the same function is given, on all ranks,
+    moved leaves of the same shapes and layouts.
 
     >>> import torch, fsfunc as ff
     >>> mesh = ff.make_mesh({"data": 4}, "simulated")
@@ -191,18 +191,19 @@ def _move(
     source.whole_paths |= _paths_named(request.layouts, request.t, unsplit=True)
     # How a function's argument lies follows from shapes and rules: a loop that moves
     # parameters between its steps does not have it recorded each time.
-    targets, key = _TARGETS.setdefault(request.fn, {}), None
+    targets, key = {}, None
     if request.laying and source.is_all_laid_out and not _torch.fake_active():
+        targets = _TARGETS.setdefault(request.fn, {})
         rules = (
-            tuple((request.layouts or {}).items()),
-            tuple((request.like or {}).items()),
+            *((p, _hashable(rule)) for p, rule in (request.layouts or {}).items()),
+            *(request.like or {}).items(),
         )
         batch, batch_treedef = tree.flatten(request.batch, is_leaf=is_sharded)
         kinds = batch_treedef, *map(kind_of, batch)
         meshes = tuple(rank_here.mesh.axes.items()), rank_here.rank
         key = source.key, rules, kinds, meshes
-    if key in targets:
-        agreement.compared = True
+    # A rank whose batch has another length may have to record: then all of them do.
+    if agreement.all_know(key in targets):
         target, whole_paths = targets[key]
         source.whole_paths |= whole_paths
         return move(source, target, rank_here, donate)
@@ -220,6 +221,11 @@ def _move(
 _TARGETS: WeakKeyDictionary[Callable[..., Any], dict[Any, tuple[PyTree, set[str]]]] = (
     WeakKeyDictionary()
 )
+
+
+def _hashable(rule: Split | Sequence[Split] | Own) -> Hashable:
+    """Returns a rule of layouts; several splits in a list as a tuple."""
+    return tuple(rule) if isinstance(rule, list) else rule
 
 
 def _is_moved(t: PyTree, named: Collection[str]) -> bool:
@@ -247,7 +253,9 @@ def _paths_named(
     Args:
         unsplit: only those that a rule without any split names.
     """
-    patterns = [p for p, rule in (layouts or {}).items() if not unsplit or rule == ()]
+    patterns = [
+        p for p, rule in (layouts or {}).items() if not unsplit or _hashable(rule) == ()
+    ]
     paths = tree.paths(t, is_leaf=is_sharded) if patterns else []
     return {path for path in paths if any(matches(p, path) for p in patterns)}
 

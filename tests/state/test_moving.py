@@ -29,6 +29,7 @@ from tests.state.moves import (
     WHOLE,
     batch_of,
     begun,
+    layer,
     loss_fn,
     mesh_of,
     params_of,
@@ -367,6 +368,99 @@ def test_the_same_move_again_records_nothing(monkeypatch):
     ff.spmd(main, mesh)()
 
 
+@pytest.mark.parametrize("end", ["zero=0", "HSDP"])
+def test_parameters_that_no_unit_takes_any_more_are_whole(end):
+    """The next step leaves layers out: they and their moments lie alike."""
+    old_mesh, mesh = mesh_of("zero=3"), mesh_of(end)
+    states = ff.spmd(lambda: begun("zero=3", old_mesh), old_mesh)()
+    wholes = ff.spmd(ff.unshard, old_mesh)(states)
+
+    def first_layer(params, x):
+        return (layer(params["layers"][0], x) * params["gain"]).square().mean()
+
+    def move(state, whole):
+        step, x = step_of(end, mesh, loss=first_layer), batch_of(end, mesh)
+        expected = ff.place(step, whole, x)
+        moved = ff.place(step, state, x, on=old_mesh)
+        assert not is_sharded(by_path(moved)["params/layers/1/up"])
+        for path, leaf in by_path(moved).items():
+            same(leaf, by_path(expected)[path])
+        same(ff.unshard(step(moved, x)[0]), ff.unshard(step(expected, x)[0]))
+
+    ff.spmd(move, mesh)(states, wholes)
+
+
+def uneven_moves(mesh, skewed=True):
+    """Moves again and again; ranks have batches of other lengths at other times."""
+    step = lambda zero: ff.shard(ff.value(loss_fn), mesh, "data", zero=zero)  # noqa: E731
+    cut_step, whole_step = step(3), step(0)
+    later = ff.shard(lambda *args: loss_fn(*args) * 2, mesh, "data", zero=1)
+    x = lambda n: torch.ones(n, 6, dtype=torch.float64)  # noqa: E731
+    cut = ff.place(cut_step, params_of(), x(1))
+    ff.place(whole_step, cut, x(1))  # from here on rank 0 knows this length
+    for n in (1 + mesh.rank, 5 - mesh.rank) if skewed else (1, 2):
+        whole = ff.place(whole_step, cut, x(n))
+    ff.place(later, cut, x(1))
+    return sum(x.sum().item() for x in tree.leaves(ff.unshard(whole)))
+
+
+def test_a_rank_that_knows_a_move_records_it_with_one_that_does_not():
+    mesh = simulated(2)
+    (found, same_there) = ff.spmd(lambda: uneven_moves(mesh), mesh)()
+    assert found == same_there == ff.spmd(lambda: uneven_moves(mesh, False), mesh)()[0]
+
+
+def test_splits_in_a_list_are_those_in_a_tuple():
+    grid = mesh_of("split")
+    rules = {p: [split] for p, split in STACKS["split"][2].items()}
+    rules["params/gain"] = []
+
+    def main():
+        state, x = begun("HSDP", grid), batch_of("split", grid)
+        step = step_of("split", grid)
+        found = ff.place(step, state, x, layouts=rules)
+        wanted = ff.place(
+            step, state, x, layouts={p: tuple(r) for p, r in rules.items()}
+        )
+        for leaf, other in zip(
+            by_path(found).values(), by_path(wanted).values(), strict=True
+        ):
+            same(leaf, other)
+        assert by_path(found)["params/layers/0/up"].layout.splits
+        # Also where no transform lays it out.
+        same(
+            ff.place(loss_fn, state.params, x, layouts={"**": []}),
+            ff.unshard(state.params),
+        )
+
+    ff.spmd(main, grid)()
+
+
+def test_a_function_may_be_any_callable():
+    """One that has no hash, or of which there are no weak references."""
+
+    class Unhashable:
+        def __eq__(self, other):
+            return self is other
+
+        def __call__(self, params, x):
+            return loss_fn(params, x)
+
+    class Slots:
+        __slots__ = ()
+        __call__ = Unhashable.__call__
+
+    mesh = simulated(2)
+
+    def main():
+        x = batch_of("zero=3", mesh)
+        for f in (Unhashable(), Slots()):
+            cut = ff.place(ff.shard(f, mesh, "data"), params_of(), x)
+            same(ff.place(f, cut, x, layouts={"**": ()}), params_of())
+
+    ff.spmd(main, mesh)()
+
+
 def test_a_function_without_transforms_has_whole_what_it_names():
     mesh = simulated(4)
 
@@ -475,7 +569,9 @@ def main():
     meshes = {name: mesh_of(name, None) for name in CHAIN}
     first = meshes[CHAIN[0]]
     (line,) = ff.spmd(lambda: chain_of_moves(meshes), first)()
-    os.write(1, f"{json.dumps([first.rank, *line])}\n".encode())
+    uneven = ff.make_mesh({"data": 4}, None)
+    (total,) = ff.spmd(lambda: uneven_moves(uneven), uneven)()
+    os.write(1, f"{json.dumps([first.rank, total, *line])}\n".encode())
     torch.distributed.destroy_process_group()
 
 
@@ -509,7 +605,8 @@ def chain_of_moves(meshes):
 @pytest.mark.processes
 def test_processes_move_as_simulated_ranks_do(processes):
     printed = processes(Path(__file__), 4).splitlines()
-    found = {rank: lines for rank, *lines in map(json.loads, printed)}
+    found = {rank: lines for rank, _, *lines in map(json.loads, printed)}
+    assert len({json.loads(line)[1] for line in printed}) == 1
     meshes = {name: mesh_of(name) for name in CHAIN}
     simulated_ranks = ff.spmd(lambda: chain_of_moves(meshes), meshes[CHAIN[0]])()
     for rank, expected in enumerate(simulated_ranks):
