@@ -139,7 +139,8 @@ def place(
     moves, one all-to-all of what ranks lack, and memory for what this rank sends and
     receives of it; two more gathers, of 32 bytes and of 16. ``fn`` is recorded, on
     tensors without data; but not again where the same function is given, on all ranks,
-    moved leaves of the same shapes and layouts.
+    moved leaves of the same shapes and layouts: if what it closes over has changed, make
+    another one of it.
 
     >>> import torch, fsfunc as ff
     >>> mesh = ff.make_mesh({"data": 4}, "simulated")
@@ -212,10 +213,13 @@ def _move(
     )
     target = lay_out(request, agreement)
     if key is not None:
+        if len(targets) == _MOST_TARGETS:  # batches may have any number of lengths
+            targets.clear()
         targets[key] = target, set(source.whole_paths)
     return move(source, target, rank_here, donate)
 
 
+_MOST_TARGETS = 16
 # By function: by what it is called with, the target of a move without its data, and the
 # leaves that are to be whole.
 _TARGETS: WeakKeyDictionary[Callable[..., Any], dict[Any, tuple[PyTree, set[str]]]] = (
