@@ -139,8 +139,8 @@ def place(
     moves, one all-to-all of what ranks lack, and memory for what this rank sends and
     receives of it; two more gathers, of 32 bytes and of 16. ``fn`` is recorded, on
     tensors without data; but not again where the same function is given, on all ranks,
-    moved leaves of the same shapes and layouts: if what it closes over has changed, make
-    another one of it.
+    moved leaves of the same shapes and layouts: if what it closes over has changed,
+    make another one of it.
 
     >>> import torch, fsfunc as ff
     >>> mesh = ff.make_mesh({"data": 4}, "simulated")
