@@ -5,9 +5,9 @@
 A *generation* is a set of processes that train together. A process that comes ends the
 one that there is, as does one that finds another dead; and all meet in the next one,
 where each writes which states it has. The first that has any waits until nobody new
-came for some seconds, then writes the list: first those that stay, in their old order.
-Who is not on it ends that generation, too. In the first generation nobody has a state,
-and the first that came writes it; later that is done only after a longer wait.
+came for some seconds, then writes the list, in which those that stay have their old
+ranks. Who is not on it ends that generation, too. In the first generation nobody has a
+state, and the first that came writes it; later that is done after a longer wait.
 
 The store (torch.distributed.TCPStore) is in a process of its own, so that no death of
 those that train takes it along. It holds ``generation``, the number of the newest one;
@@ -137,18 +137,22 @@ class Meeting:
 
 
 def agree(states):
-    """Returns an order of processes, and the key of the state to go on from.
+    """Returns the processes by their new ranks, and the key of the state to go on from.
 
-    It is the newest of those that most processes have.
+    It is the newest of those that most processes have. Who has it keeps its rank, if
+    there is one of that number: so what it has stays where it is.
 
-    >>> agree({0: [[[0, 7], 1]], 1: [], 2: [[[0, 6], 0], [[0, 7], 0]]})
-    ([2, 0, 1], (0, 7))
+    >>> agree({0: [[[0, 7], 2]], 1: [], 2: [[[0, 6], 0], [[0, 7], 0]]})
+    ([2, 1, 0], (0, 7))
     """
     held = [(i, tuple(key), rank) for i, keys in states.items() for key, rank in keys]
     counts = Counter(key for _, key, _ in held)
     newest = max(counts, key=lambda key: (counts[key], key), default=None)
-    stay = [i for _, i in sorted((rank, i) for i, key, rank in held if key == newest)]
-    return [*stay, *(i for i in sorted(states) if i not in stay)], newest
+    stay = {rank: i for i, key, rank in held if key == newest}
+    moved = [i for rank, i in sorted(stay.items()) if rank >= len(states)]
+    free = [*moved, *(i for i in sorted(states) if i not in stay.values())]
+    ranks = range(len(states))
+    return [stay[r] if r in stay else free.pop(0) for r in ranks], newest
 
 
 if __name__ == "__main__":

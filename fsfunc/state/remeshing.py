@@ -506,7 +506,6 @@ def _remesh_process(
 ) -> PyTree:
     """Returns this process's state on ``mesh``."""
     rank_here = here(mesh)
-    index = rank_here.rank
     # All ranks, in order: so participant i of those below is rank i of the new mesh.
     ranks = get_group(tuple(mesh.axes), rank_here) if mesh.size > 1 else None
     # What one process alone finds wrong is raised on all, before anything is sent.
@@ -520,8 +519,7 @@ def _remesh_process(
             payload = pickle.dumps((described_here, generators))
         elif on is not None:
             raise ValueError(
-                "remesh without a state, on a mesh: a process that joins gives None "
-                "for both; one that stays gives the state that it has"
+                "remesh without a state, on a mesh: one that joins gives None for both"
             )
     except Exception as raised:
         error = raised
@@ -536,9 +534,8 @@ def _remesh_process(
         if ranks is not None:
             own = described_here or described
             agree(ranks, Section(_UNLIKE, own.lines(), _GO_BACK))
-    old_mesh = Mesh(described.axes, "abstract")
-    participants = _Participants(old, old_mesh, mesh, checkpoint)
-    moved = participants.move(state, described, index, ranks)
+    everyone = _Participants(old, Mesh(described.axes, "abstract"), mesh, checkpoint)
+    moved = everyone.move(state, described, rank_here.rank, ranks)
     # A rank that has all of its parts waits until the others have theirs: where one
     # dies before, all raise, and still have the old state.
     with unrecorded():
@@ -578,8 +575,7 @@ def _gather_old_ranks(
         if len(same := [i for other, i in stay if other == rank]) > 1:
             raise ValueError(
                 f"remesh: ranks {same} of the new mesh all were rank {rank} of the old "
-                "one, so one of these meshes is an earlier one. Whose state does not "
-                "lie on the last one that all of them had joins, with None"
+                "one, so one of these is an earlier mesh: its process joins, with None"
             )
     return tuple(None if rank < 0 else rank for rank in old), stay[0][1]
 

@@ -72,8 +72,8 @@ GROWS = """
         state = ff.remesh(state, later, on=mesh)
     keep((parts(state), torch.get_rng_state(), int(log.bytes())), f"grown {later.rank}")
     state, _ = stepped(later, replicate="node")(state, rows_of(later))
-    # Rank 1 of them, number 2, is gone: its replica has the same.
-    last = meet("three", [1, 0, 3], node=1, data=3)
+    # Rank 1 of them, number 2, is gone: its replica has the same. Rank 3 is 1 now.
+    last = meet("three", [1, 3, 0], node=1, data=3)
     if last is not None:
         with ff.ledger() as log:
             state = ff.remesh(state, last, on=later)
