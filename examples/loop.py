@@ -229,6 +229,7 @@ def run(mesh, options):
             if tells:
                 print(f"step {done:3}  loss {loss:.3f}  right {right:.0%}  {written}")
             if options.folder:
+                log.write()  # what goes on from here does not write this step again
                 tree = {"state": state, "data": train.position}
                 ff.save(options.folder / f"step-{done}", tree, keep=2)
     log.write()

@@ -26,10 +26,12 @@ from fsfunc.comm.comparison import (
     raise_everywhere,
     unrecorded,
 )
+from fsfunc.comm.descriptions import describe_value
 from fsfunc.comm.groups import RankGroup, get_group
 from fsfunc.comm.launch import PerRank, spmd
 from fsfunc.comm.mesh import Mesh, check_mesh, here, maybe_here
 from fsfunc.comm.tracebacks import api_boundary
+from fsfunc.runtime.generators import generator_states
 from fsfunc.runtime.memory_spaces import space_of
 from fsfunc.sharded.layout import Coordinates, Layout
 from fsfunc.sharded.leaf import FlatShard, Sharded, is_sharded
@@ -177,6 +179,7 @@ class _LeafLay:
     Args:
         value: that of a leaf that is no tensor; ``layout`` is None then.
         dtype: that of the part, which a moment may have unlike its layout.
+        numbers: what is equal on all ranks of one step, such as its count, as text.
     """
 
     path: str
@@ -185,6 +188,7 @@ class _LeafLay:
     dtype: torch.dtype | None = None
     device_type: str = "cpu"
     placement: Whole | Own | None = None
+    numbers: str = ""
 
 
 @dataclass(frozen=True)
@@ -210,7 +214,7 @@ class _Described:
         lays = []
         for path, x in zip(paths, leaves, strict=True):
             if not isinstance(x, Sharded | Tensor):
-                lays.append(_LeafLay(path, None, x))
+                lays.append(_LeafLay(path, None, x, numbers=describe_value(x)))
                 continue
             if is_sharded(x):
                 if not check_lies_on(x, mesh, coordinates):
@@ -235,8 +239,12 @@ class _Described:
                     f"remesh: {path!r} is each rank's own, and other ranks have none: "
                     "make it one value (ff.pmean), or leave it out of the state"
                 )
-            kind = computing_device(part).type
-            lays.append(_LeafLay(path, layout, None, part.dtype, kind, placement))
+            kind, numbers = computing_device(part).type, ""
+            if isinstance(placement, Whole) and not part.ndim:  # a count, say
+                numbers = f" of {describe_value(part)}"
+            lays.append(
+                _LeafLay(path, layout, None, part.dtype, kind, placement, numbers)
+            )
         groups = [p for p, packed in as_packed_tree(state).groups if packed is not None]
         return _Described(dict(mesh.axes), treedef, lays, groups)
 
@@ -244,7 +252,7 @@ class _Described:
         """Describes it in lines, which ranks that stay compare."""
         return [
             ("mesh", str(self.axes)),
-            *((x.path, str(x.layout or repr(x.value))) for x in self.leaves),
+            *((x.path, f"{x.layout or ''}{x.numbers}") for x in self.leaves),
         ]
 
 
@@ -387,8 +395,10 @@ def remesh(
     ``mesh`` is the mesh that they have made together: after a process has died, those
     that are left call ``torch.distributed.destroy_process_group()``, meet again by a
     store of their own (`init_process_group` with ``store=``, ``rank=`` and
-    ``world_size=``) and make it, as do those that join. Default generators of torch get
-    the state of the first rank that stays.
+    ``world_size=``) and make it, as do those that join; examples/elastic.py is such a
+    program. A rank may then be one step ahead of another, so keep the state before the
+    newest, and give the newest that all have. Default generators of torch get the state
+    of the first rank that stays.
 
     Args:
         state: see above. Without ``donate`` inside of it: a step that raised has left
@@ -398,10 +408,14 @@ def remesh(
         checkpoint: what the error names, where parts are lost.
 
     Raises:
-        RanksDiffer: ranks that stay have states of unlike steps, or unlike layouts.
+        RanksDiffer: ranks that stay have states of unlike steps, as numbers and scalar
+            tensors tell, or unlike layouts.
         ValueError: parts that a rank alone had which is gone; a leaf that is split and
             cannot be over the new size; one that has an owner along an axis whose size
-            changes (a pipeline's stage); one of each rank's own; an offloaded one.
+            changes (a pipeline's stage); one of each rank's own; an offloaded one;
+            processes whose old meshes are not the same.
+        PeerFailed (a RuntimeError): a process dies meanwhile. The others have the old
+            state as it was: they meet once more, and give it again.
 
     Cost: each rank is sent every element that it needs and has not, once, and holds the
     old state and the new one meanwhile. What describes the state to those that join,
@@ -492,55 +506,95 @@ def _remesh_process(
 ) -> PyTree:
     """Returns this process's state on ``mesh``."""
     rank_here = here(mesh)
+    # All ranks, in order: so participant i of those below is rank i of the new mesh.
     ranks = get_group(tuple(mesh.axes), rank_here) if mesh.size > 1 else None
-    described_here, error, old_rank = None, None, -1
-    if state is not None:
-        try:
-            if on is None or on.link is None:
-                raise ValueError(
-                    "remesh of a state without on=, the mesh of the processes that it "
-                    "lies on; a process that joins gives None for the state"
-                )
-            old_rank = on.link.rank
-            described_here = _Described.of(state, on, on.coordinates(old_rank))
-        except Exception as raised:
-            error = raised
-    raise_everywhere(error, ranks, ValueError)
-    if ranks is None:
-        old, first = [old_rank], 0
-    else:
-        with unrecorded():
-            rows = gather_bytes(old_rank.to_bytes(8, "little", signed=True), ranks)
-        old = [int.from_bytes(row, "little", signed=True) for row in rows]
-        first = next((i for i, rank in enumerate(old) if rank >= 0), -1)
-    if first < 0:
-        raise ValueError(f"remesh: no process has a state{_LAST}")
-    payload = pickle.dumps((described_here, torch.get_rng_state()))
-    described, generator = pickle.loads(_broadcast(payload, first, ranks))
+    # What one process alone finds wrong is raised on all, before anything is sent.
+    described_here, payload, old_rank, error = None, b"", -1, None
+    try:
+        if state is not None:
+            old_rank = _rank_on(on)
+            coordinates = cast(Mesh, on).coordinates(old_rank)
+            described_here = _Described.of(state, cast(Mesh, on), coordinates)
+            generators = {g.device.type: s for g, s in generator_states()}
+            payload = pickle.dumps((described_here, generators))
+        elif on is not None:
+            raise ValueError(
+                "remesh without a state, on a mesh: one that joins gives None for both"
+            )
+    except Exception as raised:
+        error = raised
+    # None of this is part of what moves: the ledger has that alone.
+    with unrecorded():
+        raise_everywhere(error, ranks, ValueError)
+        old, first = _gather_old_ranks(old_rank, ranks)
+        # A pickle, as a state's nodes are of the program's own classes: and it comes
+        # from a process of this very run.
+        payload = _broadcast(payload, first, ranks)
+        described, generators = pickle.loads(payload)
+        if ranks is not None:
+            own = described_here or described
+            agree(ranks, Section(_UNLIKE, own.lines(), _GO_BACK))
+    everyone = _Participants(old, Mesh(described.axes, "abstract"), mesh, checkpoint)
+    moved = everyone.move(state, described, rank_here.rank, ranks)
+    # A rank that has all of its parts waits until the others have theirs: where one
+    # dies before, all raise, and still have the old state.
+    with unrecorded():
+        raise_everywhere(None, ranks)
+    for generator, _ in generator_states():
+        if generator.device.type in generators:
+            generator.set_state(generators[generator.device.type])
+    return moved
+
+
+def _rank_on(mesh: Mesh | None) -> int:
+    """Returns the rank that this process was on its old mesh, which may be gone."""
+    if mesh is None or mesh.link is None:
+        raise ValueError(
+            "remesh of a state without on=, the mesh of the processes that it lies on: "
+            f"given is {mesh}; a process that joins gives None for the state"
+        )
+    return mesh.link.rank
+
+
+def _gather_old_ranks(
+    old_rank: int, ranks: RankGroup | None
+) -> tuple[tuple[int | None, ...], int]:
+    """Returns each process's rank on the old mesh, and the first that has one.
+
+    Args:
+        old_rank: that of this process; -1 where it joins.
+    """
+    rows = [old_rank.to_bytes(8, "little", signed=True)]
     if ranks is not None:
-        own = described_here or described
-        agree(ranks, Section(_UNLIKE, own.lines()))
-    torch.set_rng_state(generator)
-    old_mesh = Mesh(described.axes, "abstract")
-    participants = _Participants(
-        tuple(rank if rank >= 0 else None for rank in old), old_mesh, mesh, checkpoint
-    )
-    index = 0 if ranks is None else ranks.index
-    return participants.move(state, described, index, ranks)
+        rows = gather_bytes(rows[0], ranks)
+    old = [int.from_bytes(row, "little", signed=True) for row in rows]
+    stay = [(rank, i) for i, rank in enumerate(old) if rank >= 0]
+    if not stay:
+        raise ValueError(f"remesh: no process has a state{_LAST}")
+    for rank in {rank for rank, _ in stay}:
+        if len(same := [i for other, i in stay if other == rank]) > 1:
+            raise ValueError(
+                f"remesh: ranks {same} of the new mesh all were rank {rank} of the old "
+                "one, so one of these is an earlier mesh: its process joins, with None"
+            )
+    return tuple(None if rank < 0 else rank for rank in old), stay[0][1]
 
 
 def _broadcast(payload: bytes, source: int, ranks: RankGroup | None) -> bytes:
     """Returns the bytes that the rank at an index has."""
     if ranks is None:
         return payload
-    with unrecorded():
-        sizes = gather_bytes(len(payload).to_bytes(8, "little"), ranks)
-        size = int.from_bytes(sizes[source], "little")
-        data = payload[:size].ljust(size, b"\0")
-        x = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(ranks.link.device)
-        received = ranks.start("pbroadcast", x, source=source).wait()
+    sizes = gather_bytes(len(payload).to_bytes(8, "little"), ranks)
+    size = int.from_bytes(sizes[source], "little")
+    data = payload[:size].ljust(size, b"\0")  # of other ranks it is not read
+    x = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(ranks.link.device)
+    received = ranks.start("pbroadcast", x, source=source).wait()
     return bytes(received.cpu().numpy().tobytes())
 
 
 _LAST = ": load the last checkpoint, ff.load(ff.latest(folder), target)"
 _UNLIKE = "ranks that stay have unlike states"
+_GO_BACK = (
+    "give remesh the newest state that all of them have: a rank may be one step ahead "
+    "of another where a third one dies, so let a program keep the one before it"
+)
