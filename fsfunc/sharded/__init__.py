@@ -15,5 +15,6 @@ complex_numbers.py  complex numbers as pairs of real ones
 slices.py           a rank's part of a whole tensor, and back
 transfers.py        what ranks send each other between two layouts
 leaf_tables.py      layouts in words, and the leaves of a state as tables
+resized_layouts.py  layouts on axes of other sizes
 packed_layouts.py   layouts of leaves in one buffer; of stacks of ranks' own values
 """

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import math
 import pickle
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -37,15 +37,11 @@ from fsfunc.sharded.layout import Coordinates, Layout
 from fsfunc.sharded.leaf import FlatShard, Sharded, is_sharded
 from fsfunc.sharded.packing import as_packed_tree, local_chunk
 from fsfunc.sharded.placements import (
-    Flat,
     Own,
-    Owned,
-    Placement,
-    Split,
     Whole,
-    largest_block,
 )
 from fsfunc.sharded.plain_leaves import placement_of
+from fsfunc.sharded.resized_layouts import Relaid
 from fsfunc.sharded.spent import refuse_unusable
 from fsfunc.sharded.transfers import Side
 from fsfunc.state.leaf_moves import (
@@ -53,123 +49,10 @@ from fsfunc.state.leaf_moves import (
     check_lies_on,
     computing_device,
     is_of_rank,
+    layout_and_part,
     run_moves,
 )
 from fsfunc.tree.types import Leaf, PyTree
-
-_Buffer = tuple[str, tuple[str, ...], int, tuple[Owned, ...]]  # see `Relaid`
-
-
-class Relaid:
-    """How leaves lie that lay on a mesh, on one whose axes have other sizes.
-
-    Leaves of one buffer stay in one buffer, in the same order; it is cut into other
-    chunks. Blocks of a split become larger or smaller.
-
-    Args:
-        layouts: those of all leaves of a state.
-        axes: the sizes of the new mesh's axes.
-    """
-
-    def __init__(self, layouts: Iterable[Layout], axes: Mapping[str, int]):
-        self.axes = axes
-        # By buffer, the layouts of its leaves by their old offset. A copy of some of
-        # them (moments) lies at the same offsets: so all leaves say what is there.
-        members: dict[_Buffer, dict[tuple[int, int], Layout]] = {}
-        for layout in layouts:
-            if layout.flat is not None:
-                by_offset = members.setdefault(_buffer_of(layout), {})
-                by_offset[layout.flat.offset, _room(layout, layout.parts)] = layout
-        self._offsets: dict[_Buffer, dict[int, int]] = {}
-        self._sizes: dict[_Buffer, int] = {}
-        for buffer, by_offset in members.items():
-            self._lay(buffer, [by_offset[key] for key in sorted(by_offset)])
-
-    def _lay(self, buffer: _Buffer, layouts: Sequence[Layout]) -> None:
-        """Lays the leaves of one buffer after each other, in their order."""
-        offsets = self._offsets.setdefault(buffer, {})
-        end, old_end, size = 0, 0, 0
-        for layout in layouts:
-            flat: Any = layout.flat
-            room, old_room = (
-                _room(layout, self._outer(layout)),
-                _room(layout, layout.parts),
-            )
-            # Two models of one state may have buffers of one name. Where no block grows
-            # all offsets stay, so that it does not matter.
-            if flat.offset < old_end and room != old_room:
-                raise ValueError(
-                    f"remesh: {layout} is in a buffer of a name that two have, and its "
-                    "blocks change: give the units of one model another name"
-                )
-            end += flat.offset - old_end  # room that other leaves take elsewhere
-            offsets[flat.offset] = end
-            end += room
-            old_end = flat.offset + old_room
-            size = max(size, end)
-        self._sizes[buffer] = size
-
-    def _outer(self, layout: Layout) -> tuple[Placement, ...]:
-        """Returns the new placements of a leaf, but for its `Flat`."""
-        outer: list[Placement] = []
-        for part in layout.parts:
-            if isinstance(part, Flat):
-                continue
-            (axis, size), *_ = part.axis_sizes
-            new_size = self._size(axis, layout)
-            if isinstance(part, Split):
-                if layout.shape[part.dim] % new_size:
-                    raise ValueError(
-                        f"remesh: {layout} cannot be split over {new_size} ranks of "
-                        f'"{axis}" along dim {part.dim}: {layout.shape[part.dim]} is '
-                        "not a multiple of it"
-                    )
-                part = replace(part, size=new_size)
-            elif isinstance(part, Owned) and new_size != size:
-                raise ValueError(
-                    f'remesh: {layout} has its owners along "{axis}", which would '
-                    f"become {new_size} of {size}: the step says which stage, or which "
-                    "rank, has a leaf. On as many ranks ff.place(step, state, batch) "
-                    "moves it; else go by a checkpoint"
-                )
-            outer.append(part)
-        return tuple(outer)
-
-    def _size(self, axis: str, layout: Layout) -> int:
-        if axis not in self.axes:
-            raise ValueError(
-                f'remesh: {layout} lies along "{axis}", an axis that the new mesh '
-                f"{dict(self.axes)} has not: the axes stay, and their sizes change"
-            )
-        return self.axes[axis]
-
-    def layout(self, old: Layout) -> Layout:
-        """Returns the new layout of a leaf.
-
-        Raises:
-            ValueError: an axis that is not there, or that does not divide a dim.
-        """
-        parts, flat = self._outer(old), old.flat
-        if flat is not None:
-            sizes = tuple(self._size(axis, old) for axis in flat.axes)
-            size = math.prod(sizes)
-            buffer = _buffer_of(old)
-            chunk = -(-self._sizes[buffer] // size)
-            offset = self._offsets[buffer][flat.offset]
-            new_flat = Flat(flat.axes, size, flat.buffer, offset, chunk, sizes)
-            parts = (*parts, new_flat)
-        return replace(old, parts=parts)
-
-
-def _buffer_of(layout: Layout) -> _Buffer:
-    """Returns what leaves of one buffer, and copies of them, have in common."""
-    flat: Any = layout.flat
-    return flat.buffer, flat.axes, flat.chunk, layout.owners
-
-
-def _room(layout: Layout, parts: Sequence[Placement]) -> int:
-    """Returns the number of elements that a leaf takes in its buffer."""
-    return largest_block(layout.shape, [p for p in parts if not isinstance(p, Flat)])
 
 
 @dataclass(frozen=True)
@@ -178,17 +61,20 @@ class _LeafLay:
 
     Args:
         value: that of a leaf that is no tensor; ``layout`` is None then.
+        lies: how this rank's part lies: as ``layout``, or whole, of a buffer that each
+            rank has gathered.
         dtype: that of the part, which a moment may have unlike its layout.
         numbers: what is equal on all ranks of one step, such as its count, as text.
     """
 
     path: str
     layout: Layout | None
+    lies: Layout | None = None
     value: Any = None
+    numbers: str = ""
     dtype: torch.dtype | None = None
     device_type: str = "cpu"
     placement: Whole | Own | None = None
-    numbers: str = ""
 
 
 @dataclass(frozen=True)
@@ -214,7 +100,7 @@ class _Described:
         lays = []
         for path, x in zip(paths, leaves, strict=True):
             if not isinstance(x, Sharded | Tensor):
-                lays.append(_LeafLay(path, None, x, numbers=describe_value(x)))
+                lays.append(_LeafLay(path, None, None, x, describe_value(x)))
                 continue
             if is_sharded(x):
                 if not check_lies_on(x, mesh, coordinates):
@@ -222,12 +108,8 @@ class _Described:
                         f"remesh: {path!r} lies as {x.layout}, and not so on {mesh}: "
                         "on= is the mesh that the state lies on"
                     )
-                part, layout = x.local, x.layout
-            else:
-                part, layout = (
-                    cast(Tensor, x),
-                    Layout(tuple(x.shape), x.dtype, (), path),
-                )
+            lies, part = layout_and_part(x, coordinates)
+            layout = x.layout if is_sharded(x) else lies
             if space_of(part).offloaded:
                 raise ValueError(
                     f"remesh: {path!r} is offloaded, to memory of its process. Place "
@@ -243,7 +125,7 @@ class _Described:
             if isinstance(placement, Whole) and not part.ndim:  # a count, say
                 numbers = f" of {describe_value(part)}"
             lays.append(
-                _LeafLay(path, layout, None, part.dtype, kind, placement, numbers)
+                _LeafLay(path, layout, lies, None, numbers, part.dtype, kind, placement)
             )
         groups = [p for p, packed in as_packed_tree(state).groups if packed is not None]
         return _Described(dict(mesh.axes), treedef, lays, groups)
@@ -252,7 +134,7 @@ class _Described:
         """Describes it in lines, which ranks that stay compare."""
         return [
             ("mesh", str(self.axes)),
-            *((x.path, f"{x.layout or ''}{x.numbers}") for x in self.leaves),
+            *((x.path, f"{x.lies or ''}{x.numbers}") for x in self.leaves),
         ]
 
 
@@ -333,18 +215,18 @@ class _Participants:
             parts = tree.leaves(state, is_leaf=is_sharded)
         moves: dict[str, LeafMove] = {}
         for i, x in enumerate(described.leaves):
-            if x.layout is None or x.dtype is None:
+            if x.lies is None or x.dtype is None:
                 continue
             part = None
-            if parts:
-                part = parts[i].local if is_sharded(parts[i]) else parts[i]
+            if parts and (at := old_positions[index]) is not None:
+                _, part = layout_and_part(parts[i], at)
             old, new = (
-                Side(x.layout, old_positions),
+                Side(x.lies, old_positions),
                 Side(layouts[x.path], new_positions),
             )
             self._check_there(old)
             moves[x.path] = LeafMove(
-                x.path, old, None if part is None else part.detach(), new, x.dtype,
+                x.path, old, part, new, x.dtype,
                 torch.device(x.device_type) if part is None else part.device,
                 x.placement,
             )  # fmt: skip

@@ -178,6 +178,25 @@ def test_one_that_replaces_a_rank_is_sent_its_parts_and_nobody_else_anything():
         same(found, expected)
 
 
+def test_what_was_gathered_is_sent_to_nobody_who_has_it():
+    """And a rank that is gone took nothing along: the others have all of it."""
+    mesh, new_mesh = simulated(4), simulated(2)
+
+    def begin():
+        loss = ff.shard(ff.value(weighted_loss), mesh, "data", zero=1)
+        params = ff.place(loss, params_of(), rows_of(mesh))
+        loss(params, rows_of(mesh))
+        return params
+
+    states = PerRank(ff.spmd(begin, mesh)())
+    expected = whole(states, mesh)
+    states[3] = None
+    with ff.ledger() as log:
+        after = ff.remesh(states, new_mesh, on=mesh)
+    assert not log.records
+    same(whole(after, new_mesh), expected)
+
+
 def test_two_models_whose_buffers_bear_one_name():
     """They are told apart by their leaves; the larger one says how long a buffer is."""
     mesh, new_mesh = simulated(2), simulated(5)
