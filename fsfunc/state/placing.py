@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Concatenate, Literal, TypeVar
 from weakref import WeakKeyDictionary
 
+import torch
 from torch import Tensor
 
 from fsfunc import _torch, tree
@@ -179,6 +180,12 @@ def _move(
         raise ValueError(
             'place(record="real") of a tree that is laid out: its whole leaves are on '
             "no rank. Record on fake tensors; or ff.unshard it, and place that"
+        )
+    if torch.is_inference_mode_enabled():  # what is made there has no record
+        raise ValueError(
+            "place of a tree that is laid out, in torch.inference_mode(), where its "
+            "function cannot be recorded: move it before, and enter the mode with what "
+            "was returned"
         )
     rank_here = here(request.laying[0].mesh) if request.laying else here()
     mesh = rank_here.mesh if on is None else check_mesh(on, "place")

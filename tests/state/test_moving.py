@@ -513,6 +513,8 @@ def test_refusals_say_the_way_out():
     refused("on=mesh", states, "HSDP", grid)
     refused("ff.remesh moves a state", states, "HSDP", grid, on=simulated(3))
     refused("on no rank", states, "zero=0", mesh, record="real")
+    with torch.inference_mode():
+        refused("move it before, and enter", states, "zero=0", mesh)
     refused(
         'split over "model" of size 2, which it cannot', split, "zero=3", mesh, on=grid
     )
