@@ -39,6 +39,8 @@ PROVEN = {
     "derivatives": "testing/test_exact_rows.py",
     "planning": NO_VALUES,
     "states": NO_VALUES,
+    "weights for others": NO_VALUES,
+    "states that move": "state/test_remeshing.py",
     "checkpoints": NO_VALUES,
     "`nn.Module`": "testing/test_exact_rows.py",
     "data": NO_VALUES,
