@@ -80,7 +80,7 @@ def test_the_heart_is_small():
 
 
 @pytest.mark.parametrize(
-    ("more", "files", "lines"), [((), 88, 15_040), (STEP, 133, 23_860)]
+    ("more", "files", "lines"), [((), 88, 15_040), (STEP, 134, 23_960)]
 )
 def test_what_is_around_it_is_as_large_as_the_readmes_say(more, files, lines):
     found = needed([*(f"transforms.{name}" for name in PUBLIC), *more])

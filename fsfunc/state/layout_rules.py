@@ -9,17 +9,19 @@ its own. What ``shard`` does to a leaf comes on top, over its other axes.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from torch import Tensor
 
+from fsfunc import tree
 from fsfunc.comm.folding import axis_text
 from fsfunc.comm.mesh import Mesh
 from fsfunc.sharded.layout import Layout, Split
+from fsfunc.sharded.leaf import is_sharded
 from fsfunc.sharded.placements import Own, describe_tensor
 from fsfunc.tree.structure import did_you_mean, matches, nearest
-from fsfunc.tree.types import Leaf
+from fsfunc.tree.types import Leaf, PyTree
 
 # By pattern: how the leaves on the paths that it matches are split, outermost first; or
 # that they are each rank's own.
@@ -141,6 +143,24 @@ def _with_sizes(
             )
         sized += [replace(split, axis=a, size=mesh.axes[a]) for a in axes]
     return tuple(sized)
+
+
+def paths_named(rules: LayoutRules, t: PyTree, unsplit: bool = False) -> set[str]:
+    """Returns the paths of a tree that rules name.
+
+    Args:
+        unsplit: only those that a rule without any split names.
+    """
+    patterns = [
+        p for p, rule in rules.items() if not unsplit or as_hashable(rule) == ()
+    ]
+    paths = tree.paths(t, is_leaf=is_sharded) if patterns else []
+    return {path for path in paths if any(matches(p, path) for p in patterns)}
+
+
+def as_hashable(rule: Split | Sequence[Split] | Own) -> Hashable:
+    """Returns a rule, several splits in a list as a tuple."""
+    return tuple(rule) if isinstance(rule, list) else rule
 
 
 def check_kept(

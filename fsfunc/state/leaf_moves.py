@@ -170,21 +170,6 @@ def is_gathered(leaf: Sharded) -> bool:
     return packed is not None and packed.is_cached(packed.flat.dtype)
 
 
-def check_lies_on(leaf: Sharded, mesh: Mesh, coordinates: Coordinates) -> bool:
-    """Returns whether a leaf lies so on a mesh, at a rank's coordinates.
-
-    Raises:
-        ValueError: its part has another shape than its layout says.
-    """
-    fits = all(mesh.axes.get(axis) == n for axis, n in leaf.layout.sizes.items())
-    if leaf.packed is not None:
-        there = leaf.packed.coordinates
-        fits = fits and all(coordinates.get(a) == i for a, i in there.items())
-    if fits:
-        leaf.layout.check_part(leaf.part_shape, coordinates)
-    return fits
-
-
 def find_unmovable(moves: Collection[LeafMove]) -> LeafMove | None:
     """Returns a leaf that belongs to ranks' buffers, where something changes."""
     if not any(m.changes for m in moves):

@@ -28,7 +28,6 @@ from fsfunc.sharded.transfers import Side
 from fsfunc.state.agreeing import kind_of
 from fsfunc.state.leaf_moves import (
     LeafMove,
-    check_lies_on,
     computing_device,
     find_unmovable,
     is_gathered,
@@ -38,6 +37,7 @@ from fsfunc.state.leaf_moves import (
 )
 from fsfunc.state.leaf_sources import GivenLeaves, Shapes
 from fsfunc.state.train_state import TrainState
+from fsfunc.state.values import lies_on
 from fsfunc.transforms.local.averaging import LocalState
 from fsfunc.tree.types import Leaf, PyTree
 
@@ -147,12 +147,14 @@ class MovedLeaves(Shapes):
 
     def _check_lies_here(self, path: str, x: Sharded) -> None:
         """Raises unless a leaf lies on the mesh that it is said to lie on."""
-        if not check_lies_on(x, self.mesh, self.mesh.coordinates(self.rank)):
+        coordinates = self.mesh.coordinates(self.rank)
+        if not lies_on(x, self.mesh, coordinates):
             raise ValueError(
                 f"place: {path!r} lies as {x.layout}, and not so on {self.mesh}: name "
                 "the mesh of the step that made this state, "
                 "ff.place(step, state, ..., on=mesh)"
             )
+        x.layout.check_part(x.part_shape, coordinates)
 
 
 _OTHER_STATE = (

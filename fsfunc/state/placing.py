@@ -8,7 +8,7 @@ on the parts. ``init_state`` calls it too.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Concatenate, Literal, TypeVar
 from weakref import WeakKeyDictionary
@@ -43,8 +43,10 @@ from fsfunc.state.agreeing import (
 )
 from fsfunc.state.layout_rules import (
     LayoutRules,
+    as_hashable,
     check_distinct,
     check_kept,
+    paths_named,
     rank_local_of,
     splits_of,
 )
@@ -61,7 +63,6 @@ from fsfunc.tracing.steadiness import Steadiness
 from fsfunc.tracing.type_check import check
 from fsfunc.transforms.offloading import Stores, stores_of
 from fsfunc.transforms.sharded_calls import Sharding
-from fsfunc.tree.structure import matches
 from fsfunc.tree.types import PyTree
 
 _Tree = TypeVar("_Tree")
@@ -159,7 +160,7 @@ def place(
     check_function(fn, "place")
     with together(fn, layouts) as agreement:
         rank_local = rank_local_leaves(fn, t, layouts)
-        if on is not None or _is_moved(t, _paths_named(layouts, t)):
+        if on is not None or _is_moved(t, paths_named(layouts or {}, t)):
             request = LayoutRequest(
                 fn, t, rest, Shapes(), record, layouts, like, rank_local
             )
@@ -196,14 +197,14 @@ def _move(
             "state"
         )
     source = MovedLeaves(request.t, request.batch, mesh, rank_here.rank)
-    source.whole_paths |= _paths_named(request.layouts, request.t, unsplit=True)
+    source.whole_paths |= paths_named(request.layouts or {}, request.t, unsplit=True)
     # How a function's argument lies follows from shapes and rules: a loop that moves
     # parameters between its steps does not have it recorded each time.
     targets, key = {}, None
     if request.laying and source.is_all_laid_out and not _torch.fake_active():
         targets = _TARGETS.setdefault(request.fn, {})
         rules = (
-            *((p, _hashable(rule)) for p, rule in (request.layouts or {}).items()),
+            *((p, as_hashable(rule)) for p, rule in (request.layouts or {}).items()),
             *(request.like or {}).items(),
         )
         batch, batch_treedef = tree.flatten(request.batch, is_leaf=is_sharded)
@@ -234,11 +235,6 @@ _TARGETS: WeakKeyDictionary[Callable[..., Any], dict[Any, tuple[PyTree, set[str]
 )
 
 
-def _hashable(rule: Split | Sequence[Split] | Own) -> Hashable:
-    """Returns a rule of layouts; several splits in a list as a tuple."""
-    return tuple(rule) if isinstance(rule, list) else rule
-
-
 def _is_moved(t: PyTree, named: Collection[str]) -> bool:
     """Returns whether ``place`` moves leaves of ``t``, and does not leave all in place.
 
@@ -254,21 +250,6 @@ def _is_moved(t: PyTree, named: Collection[str]) -> bool:
         for path, x in zip(paths, leaves, strict=True)
         if is_sharded(x)
     )
-
-
-def _paths_named(
-    layouts: LayoutRules | None, t: PyTree, unsplit: bool = False
-) -> set[str]:
-    """Returns the paths that rules of layouts name.
-
-    Args:
-        unsplit: only those that a rule without any split names.
-    """
-    patterns = [
-        p for p, rule in (layouts or {}).items() if not unsplit or _hashable(rule) == ()
-    ]
-    paths = tree.paths(t, is_leaf=is_sharded) if patterns else []
-    return {path for path in paths if any(matches(p, path) for p in patterns)}
 
 
 @dataclass(frozen=True)

@@ -46,12 +46,12 @@ from fsfunc.sharded.spent import refuse_unusable
 from fsfunc.sharded.transfers import Side
 from fsfunc.state.leaf_moves import (
     LeafMove,
-    check_lies_on,
     computing_device,
     is_of_rank,
     layout_and_part,
     run_moves,
 )
+from fsfunc.state.values import lies_on
 from fsfunc.tree.types import Leaf, PyTree
 
 
@@ -61,15 +61,15 @@ class _LeafLay:
 
     Args:
         value: that of a leaf that is no tensor; ``layout`` is None then.
-        lies: how this rank's part lies: as ``layout``, or whole, of a buffer that each
-            rank has gathered.
+        part_layout: how this rank's part lies: as ``layout``, or whole, of a buffer
+            that each rank has gathered.
         dtype: that of the part, which a moment may have unlike its layout.
         numbers: what is equal on all ranks of one step, such as its count, as text.
     """
 
     path: str
     layout: Layout | None
-    lies: Layout | None = None
+    part_layout: Layout | None = None
     value: Any = None
     numbers: str = ""
     dtype: torch.dtype | None = None
@@ -100,16 +100,18 @@ class _Described:
         lays = []
         for path, x in zip(paths, leaves, strict=True):
             if not isinstance(x, Sharded | Tensor):
-                lays.append(_LeafLay(path, None, None, x, describe_value(x)))
+                numbers = describe_value(x)
+                lays.append(_LeafLay(path, None, value=x, numbers=numbers))
                 continue
             if is_sharded(x):
-                if not check_lies_on(x, mesh, coordinates):
+                if not lies_on(x, mesh, coordinates):
                     raise ValueError(
                         f"remesh: {path!r} lies as {x.layout}, and not so on {mesh}: "
                         "on= is the mesh that the state lies on"
                     )
-            lies, part = layout_and_part(x, coordinates)
-            layout = x.layout if is_sharded(x) else lies
+                x.layout.check_part(x.part_shape, coordinates)
+            part_layout, part = layout_and_part(x, coordinates)
+            layout = x.layout if is_sharded(x) else part_layout
             if space_of(part).offloaded:
                 raise ValueError(
                     f"remesh: {path!r} is offloaded, to memory of its process. Place "
@@ -125,7 +127,16 @@ class _Described:
             if isinstance(placement, Whole) and not part.ndim:  # a count, say
                 numbers = f" of {describe_value(part)}"
             lays.append(
-                _LeafLay(path, layout, lies, None, numbers, part.dtype, kind, placement)
+                _LeafLay(
+                    path,
+                    layout,
+                    part_layout,
+                    None,
+                    numbers,
+                    part.dtype,
+                    kind,
+                    placement,
+                )
             )
         groups = [p for p, packed in as_packed_tree(state).groups if packed is not None]
         return _Described(dict(mesh.axes), treedef, lays, groups)
@@ -134,7 +145,7 @@ class _Described:
         """Describes it in lines, which ranks that stay compare."""
         return [
             ("mesh", str(self.axes)),
-            *((x.path, f"{x.lies or ''}{x.numbers}") for x in self.leaves),
+            *((x.path, f"{x.part_layout or ''}{x.numbers}") for x in self.leaves),
         ]
 
 
@@ -215,13 +226,13 @@ class _Participants:
             parts = tree.leaves(state, is_leaf=is_sharded)
         moves: dict[str, LeafMove] = {}
         for i, x in enumerate(described.leaves):
-            if x.lies is None or x.dtype is None:
+            if x.part_layout is None or x.dtype is None:
                 continue
             part = None
-            if parts and (at := old_positions[index]) is not None:
-                _, part = layout_and_part(parts[i], at)
+            if parts and (coordinates := old_positions[index]) is not None:
+                _, part = layout_and_part(parts[i], coordinates)
             old, new = (
-                Side(x.lies, old_positions),
+                Side(x.part_layout, old_positions),
                 Side(layouts[x.path], new_positions),
             )
             self._check_there(old)

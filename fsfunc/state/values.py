@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from fsfunc import _torch
-from fsfunc.comm.mesh import Here, maybe_here
+from fsfunc.comm.mesh import Here, Mesh, maybe_here
+from fsfunc.sharded.layout import Coordinates
 from fsfunc.sharded.leaf import Sharded
 
 
@@ -54,13 +55,27 @@ def check_mesh(leaf: Sharded, here: Here | None, verb: str) -> None:
                 f"and this mesh has {dict(axes)}; {verb} it inside spmd(fn, mesh) on "
                 "its own mesh"
             )
-    if here is None or leaf.packed is None:
+    if here is None:
         return
-    coordinates, there = here.mesh.coordinates(here.rank), leaf.packed.coordinates
-    if any(coordinates[axis] != index for axis, index in there.items()):
+    coordinates = here.mesh.coordinates(here.rank)
+    if not lies_on(leaf, here.mesh, coordinates):
+        buffer_coordinates = {} if leaf.packed is None else leaf.packed.coordinates
         raise ValueError(
             f"cannot {verb} {layout} on {here.mesh}: the part of this rank is that at "
-            f"{dict(there)}, and here the rank is at {coordinates}; {verb} it inside "
-            "spmd(fn, mesh) on its own mesh, or move it, by ff.place(fn, t, ..., "
-            "on=its_mesh)"
+            f"{dict(buffer_coordinates)}, and here the rank is at {coordinates}; "
+            f"{verb} it inside spmd(fn, mesh) on its own mesh, or move it, by "
+            "ff.place(fn, t, ..., on=its_mesh)"
         )
+
+
+def lies_on(leaf: Sharded, mesh: Mesh, coordinates: Coordinates) -> bool:
+    """Returns whether a leaf may lie on a mesh, at a rank's coordinates.
+
+    A leaf in no buffer does not say where its rank is: only axes and sizes are compared
+    then.
+    """
+    fits = all(mesh.axes.get(axis) == n for axis, n in leaf.layout.sizes.items())
+    if leaf.packed is not None:
+        buffer_coordinates = leaf.packed.coordinates.items()
+        fits = fits and all(coordinates.get(a) == i for a, i in buffer_coordinates)
+    return fits
